@@ -1,6 +1,6 @@
 """python -m fastgrpo: list the commands. With --version, print the version.
 
-Nothing else of the package is imported, so that the answer comes at once and needs neither torch nor transformers.
+Imports neither torch nor transformers.
 """
 
 import sys
@@ -8,21 +8,21 @@ import sys
 from fastgrpo._version import __version__
 
 COMMANDS = {
-    "train": "trains a policy by GRPO; without flags, the embedded example runs",
-    "sft": "trains a policy on the completions of rows",
-    "distill": "writes what a policy answers right to a file that sft learns from",
-    "evaluate": "measures models on held-out prompts, in one table",
-    "chat": "talks to a model in the terminal",
-    "check": "judges completions by rewards, and says what would keep them from teaching",
-    "doctor": "says what is installed, what is missing, and what a run would hold in memory",
-    "report": "writes a page for the browser that shows runs, and draws their curves",
+    "train": "train a policy with GRPO; without flags, run the embedded example",
+    "sft": "train a policy on given completions",
+    "distill": "write the right completions of a policy to a file for sft",
+    "evaluate": "compare models on held-out prompts",
+    "chat": "chat with a model in the terminal",
+    "check": "find problems of a reward function",
+    "doctor": "list installed and missing packages, and plan the memory of a run",
+    "report": "write an HTML page that shows runs, and draw their curves",
 }
 
 
 def overview() -> str:
-    """Return the text that lists the commands, a line for each."""
+    """Return the list of commands, one per line."""
     lines = [f"  python -m fastgrpo.{name:10}{what}" for name, what in COMMANDS.items()]
-    end = "--help shows their flags; docs/commands.md sets up tab completion."
+    end = "Pass --help for the flags; docs/commands.md explains tab completion."
     return "\n".join([f"fastgrpo {__version__}: GRPO on fused kernels", "", *lines, "", end])
 
 
@@ -35,8 +35,8 @@ def main(argv: list[str] | None = None) -> int:
         print(overview())
     else:
         command = argv[0] if argv[0] in COMMANDS else "COMMAND"
-        error = f"python -m fastgrpo takes --version alone, got {argv[0]!r}; a command is a module of its own"
-        print(f"error: {error}: python -m fastgrpo.{command}", file=sys.stderr)
+        error = f"python -m fastgrpo takes only --version, got {argv[0]!r}; run python -m fastgrpo.{command}"
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -1,9 +1,8 @@
-r"""python -m fastgrpo.chat MODEL: talk to a model, interactively or with --prompt; its answer streams to the terminal.
+r"""python -m fastgrpo.chat MODEL: chat with a model interactively, or answer --prompt. Answers stream to the terminal.
 
-Where the tokenizer has a chat template, every turn contains the conversation so far, and /new begins another
-conversation. Without a chat template, each line is continued as plain text. /exit or the end of the input ends the
-command, and Ctrl-C ends an answer. Control characters of an answer are shown as escapes such as \\x1b, because a
-terminal would obey them; --raw True writes them as they are.
+With a chat template, each turn includes the conversation so far, and /new starts a new one. Without a chat template,
+the model continues each line as plain text. /exit or the end of the input ends the command; Ctrl-C ends an answer.
+Control characters are printed as escapes such as \\x1b; --raw True prints them unchanged.
 """
 
 import sys
@@ -28,19 +27,19 @@ class ChatConfig(TokenFilterConfig, LoadingConfig, Settings):
     """The settings of the command. Sampling settings have vLLM's names."""
 
     model: str
-    """A folder, hub id or GGUF file of a causal LM."""
+    """Chat with this causal LM: a folder, a hub id or a GGUF file."""
     prompt: str | None = None
-    """Prompt to answer. The command ends after the answer. None reads prompts until the input ends."""
+    """Answer this prompt and exit. None reads prompts until the input ends."""
     system_prompt: str | None = None
-    """System prompt that goes before the conversation."""
+    """Start each conversation with this system prompt."""
     max_tokens: Count = 512
-    """Largest number of tokens of an answer. -n is short for this flag."""
+    """Stop an answer after N tokens. -n is short for this flag."""
     temperature: NotNegative = 1.0
-    """Temperature of the draws; 0 always takes the likeliest token."""
+    """Draw at this temperature; 0 takes the most likely token."""
     seed: Seed | None = None
-    """Seed of the draws. None draws differently at every start."""
+    """Seed the draws. None draws differently at each start."""
     raw: bool = False
-    """Write control characters of an answer as they are, which the terminal may obey."""
+    """Print control characters unchanged; the terminal may execute them."""
 
 
 class _EscapingStreamer(TextStreamer):
@@ -51,7 +50,7 @@ class _EscapingStreamer(TextStreamer):
 
 
 class Conversation:
-    """A conversation with a model: the turns so far, and what answers the next one."""
+    """A conversation with a model. `answer` adds a turn."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams,
@@ -63,7 +62,7 @@ class Conversation:
         self.max_tokens = sampling.max_tokens
         self.streamer = TextStreamer if raw else _EscapingStreamer
         stops = stop_token_ids(self.policy, tokenizer)
-        # The model's own generation config is replaced, since its penalties and filters would change the draws.
+        # Replace the model's generation config: its penalties and filters would change the draws.
         drawn = {} if sampling.temperature == 0 else {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k
         }  # fmt: skip
@@ -76,7 +75,7 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the turns."""
+        """Drop all turns."""
         self.messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
 
     @torch.no_grad()
@@ -97,7 +96,7 @@ class Conversation:
 
 
 def chat(argv: list[str]) -> None:
-    """Answer --prompt, or talk until the input ends."""
+    """Answer --prompt, or chat until the input ends."""
     flags = parse_flags(
         ChatConfig, argv, prog="python -m fastgrpo.chat", description=__doc__, aliases={"-n": "--max_tokens"}
     )
@@ -113,7 +112,7 @@ def chat(argv: list[str]) -> None:
         conversation.answer(flags.prompt)
         return
     plain = tokenizer.chat_template is None
-    kind = "each line is continued as plain text" if plain else "/new forgets the turns so far"
+    kind = "the model continues each line as plain text" if plain else "/new starts a new conversation"
     print(f"{flags.model} on {model.device}; {kind}, /exit ends")
     talk(conversation)
 
@@ -136,7 +135,7 @@ def talk(conversation: Conversation) -> None:
             except KeyboardInterrupt:
                 print()
             except ValueError as error:
-                print(f"error: {error}; /new begins another conversation", file=sys.stderr)
+                print(f"error: {error}; /new starts a new conversation", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:

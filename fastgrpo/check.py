@@ -1,11 +1,10 @@
-"""python -m fastgrpo.check --reward module:function --dataset PATH [--model DIR]: what is wrong with a reward.
+"""python -m fastgrpo.check --reward module:function --dataset PATH [--model DIR]: find problems of a reward function.
 
-The rows have a column `completion` (one, or a list of them), or --model draws --num_generations completions of each
-prompt. --reward, --dataset and --model are short for --reward_funcs, --dataset_name and --model_name_or_path. The
-held-out split of a folder is read (--dataset_test_split). Without a model, completion_ids are the UTF-8 bytes of the
-completion.
+Judges the completions in the column `completion` (one, or a list), or --num_generations completions per prompt that
+--model draws. --reward, --dataset and --model are short for --reward_funcs, --dataset_name and --model_name_or_path.
+From a folder, reads the split --dataset_test_split. Without a model, completion_ids are the UTF-8 bytes of the text.
 
-The exit code is 0 where nothing is wrong, 1 where there are warnings, and 2 for a mistake in the command.
+Exit code: 0 without findings, 1 with warnings, 2 for a mistake in the command.
 """
 
 import dataclasses
@@ -32,7 +31,7 @@ from fastgrpo.rewards.call import Rewards
 from fastgrpo.run.terminal import print_columns
 from fastgrpo.tasks import find_task, needed_rewards
 
-TRUNCATED = 0.1  # share of completions from which on the limit is called too low
+TRUNCATED = 0.1  # share of truncated completions above which a warning is printed
 TITLES = ("reward", "mean", "spread", "groups with spread", "None", "errors", "timeouts", "ms a completion")
 
 
@@ -46,25 +45,25 @@ class CheckConfig(
     sections.LoadingConfig,
     Settings,
 ):
-    """The settings of the command. Settings that training has too mean the same there."""
+    """The settings of the command. Settings of training have the same meaning."""
 
     task: str = "dataset"
-    """Task whose rows and reward functions are used."""
+    """Use the rows and reward functions of this task."""
     model_name_or_path: str | None = None
-    """Model that draws the completions. None takes those of the rows."""
+    """Draw completions with this model. None judges the completions of the rows."""
     reward_timeout: Positive | None = 10.0
-    """Seconds that a reward function may take for one completion. What takes longer is killed, counted and left out of
-    the other findings. None sets no limit, and runs the functions in this process alone."""
+    """Stop a reward function after N seconds for one completion. The call is counted, and left out of other findings.
+    None sets no limit, and runs the functions in this process."""
     num_generations: Annotated[Whole, Field(ge=2)] = 8
-    """Completions that the model draws for each prompt."""
+    """Draw N completions per prompt with the model."""
     temperature: NotNegative = 1.0
-    """Temperature of the draws."""
+    """Draw at this temperature."""
     max_samples: Count = 32
-    """Number of rows that are read."""
+    """Read the first N rows."""
 
 
 def check(argv: list[str]) -> int:
-    """Check the rewards of the command line, and print what was found."""
+    """Check the rewards, print the findings, and return the number of warnings."""
     config = parse_flags(
         CheckConfig, argv, prog="python -m fastgrpo.check", description=__doc__,
         aliases={"--reward": "--reward_funcs", "--dataset": "--dataset_name", "--model": "--model_name_or_path"},
@@ -79,7 +78,7 @@ def check(argv: list[str]) -> int:
     functions = needed_rewards(task, config)
     test = task.test()
     if test is None:
-        raise ValueError(f"there is no split {config.dataset_test_split!r}; name one with --dataset_test_split")
+        raise ValueError(f"the data set has no split {config.dataset_test_split!r}; pass --dataset_test_split SPLIT")
     rows = as_rows(test, f"test of task {config.task}").head(config.max_samples)
     groups = list(rows.each(_given)) if path is None else _draw(rows.map(_without), tokenizer, config)
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
@@ -112,14 +111,16 @@ def _cells(found: Finding):
 
 
 def _given(row):
-    """Return the group of a row that has its completions."""
+    """Return the completions in a row as a group."""
     if "prompt" not in row:
-        raise ValueError(f"the row has no column 'prompt', only {', '.join(row)}")
+        raise ValueError(f"the row needs a column 'prompt', got only {', '.join(row)}")
     given = row.get("completion")
     if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], dict)):
         given = [given]
     if not isinstance(given, list) or not given:
-        raise ValueError("the row has no column 'completion' (a completion, or a list of them); --model DIR draws them")
+        raise ValueError(
+            "the row has no column 'completion' (a completion, or a list); add it, or pass --model DIR to draw"
+        )
     columns = {name: value for name, value in _without(row).items() if name != "prompt"}
     group = []
     for content in given:
@@ -131,12 +132,12 @@ def _given(row):
 
 
 def _without(row):
-    """Return a row without the completions that it has, because a model draws others."""
+    """Return a row without its completions."""
     return {name: value for name, value in row.items() if name != "completion"}
 
 
 def _draw(rows, tokenizer, config):
-    """Draw the group of each row from the model."""
+    """Draw a group of completions per row."""
     policy, engine, sampling = load_sampler(config.model_name_or_path, tokenizer, config)
     prompts = list(prompts_of(rows, tokenizer, policy, config.max_completion_length, config.template_kwargs))
     drawn = complete(engine, prompts, sampling, config.num_generations)

@@ -1,10 +1,10 @@
-"""python -m fastgrpo.distill MODEL: complete the task's training prompts, and keep what is worth learning from.
+"""python -m fastgrpo.distill MODEL: complete the training prompts of a task, and keep the right completions.
 
-This is the rejection sampling of DeepSeek-R1 (arXiv 2501.12948, section 2.3.3), which fine-tunes the base model on what
-a policy trained by reinforcement wrote: correct, readable, and not repetitive.
+This is the rejection sampling of DeepSeek-R1 (arXiv 2501.12948, section 2.3.3). The base model then learns from the
+correct, readable and not repetitive completions of a policy that reinforcement learning trained.
 
-Where torchrun starts several processes, each loads the model and completes its share of the prompts. What is kept is
-what one process would keep, and only rank 0 writes it.
+Under torchrun, each rank loads the model and completes its share of the prompts. The kept completions equal those of
+one process. Only rank 0 writes them.
 """
 
 import dataclasses
@@ -29,17 +29,17 @@ from fastgrpo.rewards.call import Rewards, judge_together, reward_matrix, reward
 from fastgrpo.run.terminal import Terminal
 from fastgrpo.tasks import find_task, needed_rewards
 
-# Why a completion is left out, in the order in which the reasons are looked for.
+# Reasons to drop a completion, in the order in which they are checked.
 REASONS = ("wrong", "empty", "malformed", "truncated", "repetitive", "duplicate", "beyond max_per_prompt")
-CHUNK = 256  # prompts that are completed before what is kept of them is written
-DISTILLATION = """Complete the task's training prompts, and keep what is worth learning from.
+CHUNK = 256  # prompts that are completed before their kept completions are written
+DISTILLATION = """Complete the training prompts of a task, and keep the right completions.
 
-Kept are completions that are right, well-formed, ended by themselves, not repetitive and no duplicates, at most
---max_per_prompt of each prompt. `python -m fastgrpo.sft --train_file FILE` learns from the file."""
+A kept completion is also well-formed, not truncated, not repetitive and no duplicate. --max_per_prompt limits the kept
+completions per prompt. `python -m fastgrpo.sft --train_file FILE` learns from the file."""
 
 
 def parse(argv: list[str]) -> DistillConfig:
-    """Read the command line. The default of max_completion_length is that of the task's recipe, if it has one."""
+    """Read the command line. The recipe of the task overrides the default of max_completion_length."""
     argv, task = take_flag(argv, "--task")
     task = "arithmetic" if task is None else task
     recipe = {name: value for name, value in task_defaults(task).items() if name == "max_completion_length"}
@@ -50,7 +50,7 @@ def parse(argv: list[str]) -> DistillConfig:
 
 
 def distill(argv: list[str]) -> None:
-    """Draw, judge and select completions as the command line says, and print a table of what was kept."""
+    """Draw, judge and select completions, and print how many were kept."""
     config = parse(argv)
     quiet_libraries()
     ranks = join(config.device)
@@ -83,15 +83,15 @@ def distill(argv: list[str]) -> None:
         if not kept:  # on every rank
             told = ", ".join(f"{count} {reason}" for reason, count in counts)
             raise ValueError(
-                f"no completion of {drawn:,} is kept ({told}); raise num_generations, or distill a policy that solves "
-                "more of these prompts"
+                f"none of {drawn:,} completions is kept ({told}); raise num_generations, or distill a policy that "
+                "solves more of these prompts"
             )
     terminal.table([("prompts", f"{len(prompts):,}"), ("drawn", f"{drawn:,}"), *counts, ("kept", f"{kept:,}")])
     terminal.last(f"kept completions {config.output}")
 
 
 def chosen_rows(rows: Rows, config: DistillConfig) -> Rows:
-    """Choose the rows whose prompts are completed: each prompt once, and at most max_prompts of them."""
+    """Choose the rows to complete: each prompt once, at most max_prompts in all."""
     first = {json.dumps(row.get("prompt"), default=repr): index for index, row in reversed(list(enumerate(rows)))}
     indices = sorted(first.values())
     if config.max_prompts is not None and config.max_prompts < len(indices):
@@ -100,9 +100,9 @@ def chosen_rows(rows: Rows, config: DistillConfig) -> Rows:
 
 
 def repetition(ids: Sequence[int], length: int) -> float:
-    """Measure how much of a completion repeats itself.
+    """Measure the repetition of a completion.
 
-    repetition = 1 - (distinct runs of `length` tokens) / (runs of `length` tokens)
+    repetition = 1 - (distinct n-grams of `length` tokens) / (n-grams of `length` tokens)
     """
     runs = [tuple(ids[i : i + length]) for i in range(len(ids) - length + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
@@ -111,11 +111,11 @@ def repetition(ids: Sequence[int], length: int) -> float:
 def select(
     completions: Sequence[Sample], rewards: Rewards, config: SelectionConfig
 ) -> tuple[list[tuple[Sample, float]], Counter]:
-    """Keep the completions that are worth learning from, at most max_per_prompt of each prompt.
+    """Select the completions to keep, at most max_per_prompt per prompt.
 
-    Kept are those that the first reward function calls right, that have text and the full mark of every function named
-    ...format_reward, that ended by themselves, that do not repeat themselves, and that no other one equals. Of more
-    than max_per_prompt, those with the highest reward are kept, and of equal ones the first.
+    A kept completion is right by the first reward function, has text, and gets the full mark of each function named
+    ...format_reward. It is not truncated, not repetitive and no duplicate. Beyond max_per_prompt, the highest reward
+    wins, then the earlier completion.
     """
     totals = rewards.total(reward_matrix(completions)).tolist()
     forms = [
@@ -145,7 +145,7 @@ def select(
 
 
 def _reason(completion, forms: list[tuple[str, Callable]], config):
-    """Say why a completion by itself is not worth learning from; None where it is."""
+    """Return the reason to drop a completion, or None."""
     if not next(iter(completion.rewards.values())) >= 1:
         return "wrong"
     if not completion_text(completion.content):
@@ -160,7 +160,7 @@ def _reason(completion, forms: list[tuple[str, Callable]], config):
 
 
 def _line(completion, reward):
-    """Write a kept completion as a line of JSON, in the form that supervised training reads."""
+    """Format a kept completion as a row for supervised training."""
     rewards = {name: None if math.isnan(value) else value for name, value in completion.rewards.items()}
     row = {"prompt": completion.prompt, "completion": completion.content, "reward": reward, "rewards": rewards}
     return json.dumps(row, ensure_ascii=False) + "\n"

@@ -1,10 +1,9 @@
-"""python -m fastgrpo.doctor: show what is installed, which code paths run here, and what missing packages are for.
+"""python -m fastgrpo.doctor: list installed and missing packages, and the code paths of this machine.
 
-With --model PATH and any flags of training, it also shows the memory that such a run would take. With --check it runs
-every kernel in another process, and shows how exact each is on this machine. Nothing is downloaded.
+--model PATH with flags of training also prints the memory plan of that run. --check runs every kernel in another
+process, and prints its error. Downloads nothing.
 
-Started by torchrun as a training would be, it shows the ranks with their devices, and the memory that the run takes on
-each of them.
+Under torchrun, also lists the ranks with their devices, and plans the memory of each device.
 """
 
 import math
@@ -25,7 +24,7 @@ from fastgrpo.ranks import Ranks, join
 from fastgrpo.run.curves import table
 from fastgrpo.run.terminal import print_table
 
-# Distributions that training needs, each with what it is for.
+# Distributions that training needs, with their purpose.
 NEEDED = (
     ("transformers", "models and tokenizers"),
     ("tokenizers", "tokenizers"),
@@ -37,7 +36,7 @@ NEEDED = (
     ("rich", "colours and tables in the terminal"),
     ("matplotlib", "curves.png"),
 )
-# Distributions that training can do without.
+# Optional distributions, with their purpose.
 OPTIONAL = (
     ("triton", "the fused kernels on GPUs (without it: the chunked path)"),
     ("flash-attn", "flash-attn's kernels (without it: PyTorch's own FlashAttention)"),
@@ -56,16 +55,16 @@ HEAD_WIDTH = 128  # of a typical attention head
 
 @settings_class
 class DoctorConfig(TrainConfig):
-    """The flags of the command, as tab completion needs them: those of training, and two of its own."""
+    """The flags of the command, for tab completion: all flags of training, and two more."""
 
     model: str | None = None
-    """Model of the run whose memory is shown."""
+    """Print the memory plan of a run with this model."""
     check: bool = False
-    """Run every kernel in another process."""
+    """Check every kernel in another process."""
 
 
 def installed(distribution: str) -> str | None:
-    """Look up a distribution."""
+    """Return the version of a distribution, or None."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -85,7 +84,7 @@ def machine() -> list[tuple[str, str]]:
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     rows += [(f"GPU {i}", _gpu(i)) for i in gpus]
     if not gpus:
-        rows.append(("GPU", "none that torch sees: everything runs on the CPU"))
+        rows.append(("GPU", "none visible to torch: everything runs on the CPU"))
     rows.append(("kernels", "triton" if gpus and HAS_TRITON else "chunked (plain PyTorch)"))
     return rows + attentions(torch.device("cuda" if gpus else "cpu"))
 
@@ -99,7 +98,7 @@ def _gpu(index):
 
 
 def companions(ranks: Ranks, device: str) -> tuple[list[tuple[str, str]], float]:
-    """Ask every rank for its device."""
+    """Return a table of the ranks with their devices, and the least free memory of a device."""
     place, room = "CPU", math.inf
     if device != "cpu" and torch.cuda.is_available():
         from fastgrpo.rollout.slots import memory_left
@@ -115,7 +114,7 @@ def companions(ranks: Ranks, device: str) -> tuple[list[tuple[str, str]], float]
 
 
 def attentions(device: torch.device) -> list[tuple[str, str]]:
-    """Describe the attention that a model in 16 bits would get, in training and in rollouts."""
+    """Describe the attention of a bfloat16 model, in training and in rollouts."""
     from fastgrpo.policy.varlen import kernel_for
     from fastgrpo.rollout.attention import choose_provider
     from fastgrpo.rollout.slots import copied_tokens
@@ -132,7 +131,7 @@ def attentions(device: torch.device) -> list[tuple[str, str]]:
 
 
 def packages() -> Iterator[tuple[str, str]]:
-    """Describe every package that fastgrpo can use."""
+    """List every package that fastgrpo can use, with its version or how to install it."""
     for distribution, purpose in NEEDED + OPTIONAL:
         remedy = TRAIN if (distribution, purpose) in NEEDED else pip_line(distribution)
         yield distribution, installed(distribution) or f"missing, for {purpose}: {remedy}"
@@ -170,7 +169,7 @@ def memory(argv: list[str], room: float | None = None, ranks: int = 1) -> str:
 
 
 def judges_to_come(config: TrainConfig, device: torch.device) -> int:
-    """Count the bytes that the reward models of a run will take on its device, from their configs. Loads no weights."""
+    """Count the bytes of the reward models on the device of a run, from their configs. Loads no weights."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     from fastgrpo.policy.device import choose_device, choose_dtype
@@ -198,9 +197,9 @@ def judges_to_come(config: TrainConfig, device: torch.device) -> int:
 
 
 def doctor(argv: list[str]) -> int:
-    """Print the state of the machine, with --model the memory of a run, and with --check how each kernel does.
+    """Print the machine, with --model the memory plan, and with --check the checks of the kernels.
 
-    Where there are several ranks, rank 0 alone prints.
+    Only rank 0 prints.
     """
     if {"-h", "--help"} & {*argv}:
         print(__doc__.strip())
@@ -221,7 +220,7 @@ def doctor(argv: list[str]) -> int:
     if any(argument.startswith("--model_name_or_path") for argument in argv):
         print("\n" + memory(argv, room if ranks.size > 1 else None, ranks.size))
     elif argv:
-        raise ValueError("flags of training go with --model PATH; the memory that such a run would take is then shown")
+        raise ValueError("flags of training need --model PATH, which prints the memory plan of that run; add it")
     if not checks:
         return 0
     from fastgrpo.kernel_checks import runner

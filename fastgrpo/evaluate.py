@@ -1,10 +1,10 @@
 """python -m fastgrpo.evaluate MODEL [MODEL ...]: accuracy, pass@k and maj@k on held-out prompts, in one table.
 
-One greedy completion of each prompt gives the accuracy. With --eval_num_generations K, K sampled completions of each
-prompt also give pass@k and maj@k. --output FILE writes every completion to a file.
+One greedy completion per prompt gives the accuracy. --eval_num_generations N draws N more per prompt, for pass@k and
+maj@k. --output FILE writes every completion to a file.
 
-Where torchrun starts several processes, each loads the models and completes its share of the prompts. The results
-equal those of one process. Only rank 0 writes them.
+Under torchrun, each rank loads the models and completes its share of the prompts. The results equal those of one
+process. Only rank 0 writes them.
 """
 
 import dataclasses
@@ -40,20 +40,20 @@ class EvaluateConfig(
     sections.LoadingConfig,
     Settings,
 ):  # the fields come in the reverse of this order
-    """The settings of the command. Settings that training has too mean the same there."""
+    """The settings of the command. Settings of training have the same meaning."""
 
     models: Several[str]
-    """Folders, hub ids or GGUF files of causal LMs, which are compared in one table."""
+    """Compare these causal LMs in one table: folders, hub ids or GGUF files."""
     max_eval_samples: Count | None = None
-    """Number of held-out prompts to evaluate on, the first ones of the data set. None evaluates on all of them."""
+    """Evaluate on the first N held-out prompts. None evaluates on all of them."""
     temperature: Temperature = 1.0
-    """Temperature at which the completions of eval_num_generations are drawn."""
+    """Draw the completions of eval_num_generations at this temperature."""
     output: str | None = None
-    """New file to write every completion to, one JSON object per line. None writes no file."""
+    """Write every completion to this new file, one JSON object per line. None writes no file."""
 
 
 def parse(argv: list[str]) -> EvaluateConfig:
-    """Read the command line. The task's recipe overrides the defaults."""
+    """Read the command line. The recipe of the task overrides the defaults."""
     argv, task = take_flag(argv, "--task")
     task = "arithmetic" if task is None else task
     known = {field.name for field in dataclasses.fields(EvaluateConfig)}
@@ -73,7 +73,7 @@ def evaluate_models(argv: list[str]) -> None:
     config = parse(argv)
     quiet_libraries()
     ranks = join(config.device)
-    # All tokenizers are loaded first, so that a misspelt model is refused before the others are evaluated.
+    # Load all tokenizers first: a misspelt model is an error before the others are evaluated.
     tokenizers = [load_tokenizer(path, config.trust_remote_code) for path in config.models]
     with new_file(config.output if ranks.lead else None) as file:
         results = []
@@ -90,7 +90,7 @@ def evaluate_models(argv: list[str]) -> None:
 
 
 def _evaluate_model(path, tokenizer, config, ranks):
-    """Measure one model on the task's held-out rows. Returns an `Evaluation`."""
+    """Evaluate one model on the held-out rows of the task, and return the `Evaluation`."""
     task = find_task(config.task).build(config, tokenizer)
     test = task.test()
     if test is None:

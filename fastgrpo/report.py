@@ -1,7 +1,7 @@
-"""python -m fastgrpo.report RUN [RUN ...]: make a page for the browser that shows runs, and print its path.
+"""python -m fastgrpo.report RUN [RUN ...]: write an HTML page that shows runs, and print its path.
 
-The page is one file of HTML, which needs no server and asks the network for nothing. It holds what the folders of the
-runs hold now, so the command can be given while a run goes on. curves.png is drawn again in the folder of each run.
+The page is one file, needs no server and sends no requests. It shows the current content of the run folders, also of
+unfinished runs. Draws curves.png of each run again.
 """
 
 import json
@@ -18,8 +18,8 @@ from fastgrpo.run.curves import PANELS, SUPERVISED_PANELS, Panel, draw_curves
 from fastgrpo.run.folder import made_in, note
 
 PAGE = "report.html"
-MADE_BY = b'<meta name="generator" content="fastgrpo.report">'  # stands in the first lines of every page
-HEAD = 2000  # bytes of a file in which it is looked for
+MADE_BY = b'<meta name="generator" content="fastgrpo.report">'  # in the head of every page
+HEAD = 2000  # bytes at the start of a file that are searched for it
 
 
 @settings_class
@@ -27,19 +27,19 @@ class ReportConfig(Settings):
     """The settings of the command."""
 
     runs: Several[str]
-    """Folders of runs, each with its metrics.jsonl. The folder of a sweep shows all its runs."""
+    """Show these run folders. The folder of a sweep shows all its runs."""
     output: str | None = None
-    """File of the page. None takes report.html: in the given folder if it is one, otherwise where you are."""
+    """Write the page to this file. None writes report.html into the run folder, or for several runs where you are."""
 
 
 def report(argv: list[str]) -> None:
-    """Make the page of the runs that the command line names."""
+    """Write the page of the given runs."""
     config = parse_flags(ReportConfig, argv, prog="python -m fastgrpo.report", description=__doc__)
     if not config.runs:
         raise ValueError("an argument is missing: the folder of a run, such as runs/TASK-1")
     folders = list(map(Path, config.runs))
     runs = find_runs(folders)
-    # The page of one folder lies in it, and a comparison where the command is given.
+    # The page of one folder goes into it, and a comparison into the current folder.
     default = folders[0] / PAGE if len(folders) == 1 else PAGE
     page = Path(default if config.output is None else config.output)
     _refuse_page(page)
@@ -53,7 +53,7 @@ def report(argv: list[str]) -> None:
 
 
 def _page(runs: Sequence[Path]) -> str:
-    """Read the runs and write their page. A line that cannot be read is told by the picture, so not here again."""
+    """Read the runs and render their page. `draw_curves` warns of unreadable lines."""
     from fastgrpo.page.payload import payload
     from fastgrpo.page.render import render
 
@@ -63,7 +63,7 @@ def _page(runs: Sequence[Path]) -> str:
 
 
 def _panels(run, told=True) -> Sequence[Panel]:
-    """Find what the picture of the run's task shows. A run from Python may have a task that is none of ours."""
+    """Return the panels of the run's task, or the usual ones for a task of the user."""
     from fastgrpo.tasks import find_task, panels_of
 
     try:
@@ -78,7 +78,7 @@ def _panels(run, told=True) -> Sequence[Panel]:
 
 
 def _refuse_page(page):
-    """Refuse to overwrite what this command did not make."""
+    """Refuse to overwrite a file that this command did not write."""
     if page.parent.is_dir() and made_in(page.parent) and page.name == PAGE:
         _claim(page.parent, page.name)
     elif page.is_dir():
@@ -97,7 +97,7 @@ def _is_page(path):
 
 
 def _claim(folder, name):
-    """Note that a file is made in the folder of a run, or refuse where no run made what is there."""
+    """Note a file in the run folder, or refuse if something else has its name."""
     path, noted = folder / name, made_in(folder)
     if path.is_symlink() or (noted and path.exists() and name not in noted):
         raise ValueError(f"{path} was not made by a run and is not overwritten; move it away")
@@ -108,7 +108,7 @@ def _claim(folder, name):
 
 
 def _write(page, text):
-    """Write the page whole or not at all, so that a browser that reloads meanwhile never sees half of it."""
+    """Write the page atomically, since a browser may reload it meanwhile."""
     part = page.with_name(f".{page.name}.{os.getpid()}.part")
     try:
         part.write_text(text, encoding="utf-8", errors="backslashreplace")

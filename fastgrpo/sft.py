@@ -1,7 +1,7 @@
 """python -m fastgrpo.sft: command line -> SFTConfig -> SFTTrainer.
 
-Rows have a prompt and a completion, or messages; the loss is only on completions. Modules that need transformers are
-imported inside the functions that use them, so that --help is quick and a missing package is reported as a mistake.
+Rows have a prompt and a completion, or messages; the loss covers only completions. Functions import modules that need
+transformers themselves: --help stays fast, and a missing package gives one line.
 """
 
 import sys
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def make_trainer(config: SFTConfig) -> "SFTTrainer":
-    """Build the trainer of a supervised run. Where no model is named, the task's own begins with random weights."""
+    """Build the trainer of a supervised run. Without a model, start the task's own from random weights."""
     from fastgrpo.data import load_rows
     from fastgrpo.tasks import open_task, reward_functions
     from fastgrpo.trainer import SFTTrainer
@@ -24,15 +24,15 @@ def make_trainer(config: SFTConfig) -> "SFTTrainer":
     opened = open_task(config)
     if config.train_file is None and opened.task.supervised is None:
         raise ValueError(
-            f"task {config.task} has no rows for supervised training; pass --train_file FILE.jsonl, with rows that "
-            "have a prompt and a completion, or messages"
+            f"task {config.task} has no rows for supervised training; pass --train_file FILE.jsonl with rows of "
+            "prompt and completion, or of messages"
         )
     model, tokenizer = config.model_name_or_path, opened.tokenizer
     if model is None:
         model, tokenizer = opened.module.make_model(config.seed)
     train = opened.task.supervised() if config.train_file is None else load_rows(config.train_file)
     if train is None:
-        raise ValueError(f"--train_file {config.train_file} is a folder without train.jsonl; name a .jsonl file")
+        raise ValueError(f"--train_file {config.train_file} is a folder without train.jsonl; pass a .jsonl file")
     test, functions = opened.task.test(), reward_functions(opened.task, config)
     trainer = SFTTrainer(model, config, train, test, tokenizer, functions)
     trainer.open()
@@ -46,14 +46,14 @@ def make_trainer(config: SFTConfig) -> "SFTTrainer":
 
 
 def train(argv: list[str]) -> None:
-    """Train as the command line says."""
+    """Make one supervised run."""
     config = parse(argv, SFTConfig)
     quiet_libraries()
     make_trainer(config).train()
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line. SIGINT, SIGTERM and a closed output pipe end the run after everything is saved."""
+    """Run the command line. On SIGINT, SIGTERM or a closed output pipe, the run saves and ends."""
     return run_command(train, argv)
 
 

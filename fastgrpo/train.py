@@ -1,7 +1,6 @@
-"""python -m fastgrpo.train: command line -> GRPOConfig -> GRPOTrainer. Without flags, the embedded example runs.
+"""python -m fastgrpo.train: command line -> GRPOConfig -> GRPOTrainer. Without flags, runs the embedded example.
 
-Modules that need transformers are imported inside the functions that use them, so that --help is quick and a missing
-package is reported as a mistake.
+Functions import modules that need transformers themselves: --help stays fast, and a missing package gives one line.
 """
 
 import functools
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
-    """Build the trainer of a run. Where no model is named, the task's own policy is warm-started first."""
+    """Build the trainer of a run. Without a model, warm-start the task's own policy first."""
     from fastgrpo.policy.load import load_tokenizer
     from fastgrpo.ranks import join
     from fastgrpo.run.log import open_log
@@ -27,7 +26,7 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
     from fastgrpo.tasks import panels_of
     from fastgrpo.trainer import GRPOTrainer
 
-    opened, train, test, rewards = _checked(config, load_tokenizer)  # a mistake should not wait for the warm start
+    opened, train, test, rewards = _checked(config, load_tokenizer)  # before the warm start, which takes time
     path, panels = config.model_name_or_path, panels_of(opened.module)
     if path is not None:
         trainer = GRPOTrainer(path, rewards, config, train, test, opened.tokenizer, panels=panels)
@@ -53,7 +52,7 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
 
 
 def check_runs(runs: Sequence[SweepRun]) -> None:
-    """Check all runs of a sweep as `make_trainer` checks one before its warm start. Seeds do not matter for it."""
+    """Check each setting of a sweep once, as `make_trainer` does before the warm start."""
     from fastgrpo.policy.load import load_tokenizer
 
     load = functools.cache(load_tokenizer)
@@ -62,7 +61,7 @@ def check_runs(runs: Sequence[SweepRun]) -> None:
 
 
 def _checked(config, load):
-    """Open the task of a run, its rows and its reward functions. A mistake in any of them raises ValueError."""
+    """Open the task of a run, its rows and its reward functions; raise ValueError for a mistake in them."""
     from fastgrpo.rewards.call import Rewards, rewards_settings
     from fastgrpo.rewards.overlong import shaping
     from fastgrpo.tasks import needed_rewards, open_task
@@ -74,7 +73,7 @@ def _checked(config, load):
 
 
 def _make_policy(task_module, config, log):
-    """Warm-start the task's own policy and return its folder. A resumed run has done so before."""
+    """Warm-start the task's own policy, unless the run is resumed, and return its folder."""
     from fastgrpo.tasks import make_policy
 
     if log.checkpoint is not None:
@@ -92,14 +91,14 @@ def _make_policy(task_module, config, log):
 
 
 def train(argv: list[str]) -> None:
-    """Train as the command line says: one run, or with --sweep or --sweep_seeds several."""
+    """Make one run, or several with --sweep or --sweep_seeds."""
     runs = take_sweep(argv)
     if runs:
         from fastgrpo.ranks import refuse_ranks
 
         refuse_ranks("a sweep (--sweep, --sweep_seeds)")
         quiet_libraries()
-        check_runs(runs)  # a mistake should not wait for the run's turn
+        check_runs(runs)  # before the first run starts
         return run_sweep(runs)
     config = parse(argv)
     quiet_libraries()
@@ -107,7 +106,7 @@ def train(argv: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line. SIGINT, SIGTERM and a closed output pipe end the run after everything is saved."""
+    """Run the command line. On SIGINT, SIGTERM or a closed output pipe, the run saves and ends."""
     return run_command(train, argv)
 
 

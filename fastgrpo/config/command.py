@@ -252,7 +252,7 @@ def help_page(record: type, defaults: Mapping[str, Any], prog: str, description:
     for paragraph in description.split("\n\n"):
         lines += [*textwrap.wrap(" ".join(paragraph.split()), width), ""]
     if first is not None:
-        lines += ["The settings that come first; --help-all shows all of them.", ""]
+        lines += ["Main settings; --help-all shows all.", ""]
     for section in sections_of(record):
         fields = [field for field in own_fields(section) if first is None or field.name in first]
         if fields:

@@ -1,4 +1,4 @@
-"""docs/settings.md and docs/from-trl.md: `make settings` writes them from the fields and the table of TRL's names."""
+"""docs/settings.md and docs/from-trl.md: `make settings` writes them from the fields and the tables of TRL's names."""
 
 import dataclasses
 import sys
@@ -12,61 +12,59 @@ from fastgrpo.config.validation import CONDITIONS, on_resume
 
 INTRODUCTION = """# Settings
 
-This page is made from the code by `make settings`; a test compares the two.
+`make settings` writes this page from the code.
 
-A setting has the same name in Python (`GRPOConfig(beta=0.04)`), on the command line (`--beta 0.04`) and in a YAML file
-(`beta: 0.04`, read by `--config FILE`). On the command line, True and False are written out (`--gradient_checkpointing
-False`), and a list is written with spaces (`--reward_weights 1 0.5`). A flag overrides the file of `--config FILE`, the
-file overrides the recipe that the task ships in `fastgrpo/recipes/`, and the recipe overrides the default below. These
-are the settings of `python -m fastgrpo.train`; the last tables list what `python -m fastgrpo.sft` and `python -m
-fastgrpo.distill` have in addition. `--help-all` shows which of these settings a command takes.
+A setting has one name everywhere: `GRPOConfig(beta=0.04)` in Python, `--beta 0.04` on the command line, and `beta:
+0.04` in the YAML file of `--config FILE`. N is the value of the setting. On the command line, write booleans as True or
+False, and lists with spaces (`--reward_weights 1 0.5`). A flag overrides the file. The file overrides the recipe of the
+task in `fastgrpo/recipes/`, and the recipe overrides the default below.
 
-A setting that is changed where it has no effect is refused. "On resume" says whether a run that continues from a
-checkpoint may change the setting. Besides, `ref_storage` must stay if it was or becomes int8 or nf4, and so must all of
-`reward_model_kwargs` but its device. `rollout_backend` may change between fast and eager, with a warning.
+The tables list the settings of `python -m fastgrpo.train`. The last two add those of `python -m fastgrpo.sft` and
+`python -m fastgrpo.distill`. `--help-all` lists the settings of a command.
+
+A changed setting without effect is an error. The last column says whether a resumed run may change a setting. Three
+settings depend on the value. `ref_storage` cannot change from or to int8 or nf4. Only the device in
+`reward_model_kwargs` can change. `rollout_backend` can change between fast and eager, with a warning.
 """
 RESUME = {
-    "same": "must stay the same",
-    "free": "may change",
-    "inexact": "may change, with a warning, because the run then does not continue bit for bit",
+    "same": "a change is an error",
+    "free": "the setting can change",
+    "inexact": "the setting can change, with a warning: the run then does not continue bit for bit",
 }
 FROM_TRL = """# Coming from TRL
 
-This page is made from the code by `make settings`; tests compare it with the code, and the list with the fields of
-`trl.GRPOConfig` 1.16.
+`make settings` writes this page from the code. It covers `trl.GRPOConfig` of TRL 1.16.
 
-A script written to TRL changes its import:
+To run a TRL script, change its import:
 
 ```python
-from fastgrpo import GRPOConfig, GRPOTrainer  # in place of: from trl import GRPOConfig, GRPOTrainer
+from fastgrpo import GRPOConfig, GRPOTrainer  # before: from trl import GRPOConfig, GRPOTrainer
 
 args = GRPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=4, num_generations=8, bf16=True)
 print(args.prompts_per_step, args.dtype)  # 2 bfloat16
 ```
 
-`GRPOConfig(...)` takes every argument of `trl.GRPOConfig`, with those of transformers' TrainingArguments, and turns it
-into the settings of [settings.md](settings.md). An argument is a setting of the same name, is translated, does nothing
-because results do not depend on it, or is refused with a line that says what to do instead. A value that turns
-something off, or equals TRL's default, is never refused. An argument and a setting that contradict each other are an
-error with the numbers of both. A setting that has no effect is refused here too: `num_train_epochs` beside `max_steps`,
-for example. The command line and YAML files take only settings. `HfArgumentParser` and `TrlParser` read `GRPOConfig` as
-they read TRL's: `TrlParser((ScriptArguments, GRPOConfig))`.
+`GRPOConfig` takes every argument of `trl.GRPOConfig`, including those of TrainingArguments. Each argument is a setting
+of the same name, is translated, has no effect, or is refused with a remedy. Defaults are TRL's, except those below. A
+value that turns something off, or equals TRL's default, is never refused. A contradiction between an argument and a
+setting is an error. The command line and YAML files take only [settings](settings.md). `HfArgumentParser` and
+`TrlParser` read `GRPOConfig`: `TrlParser((ScriptArguments, GRPOConfig))`.
 
-What is not stated has the default of settings.md, which is TRL's but for the ones below; an evaluation looks at
-`max_eval_samples` rows and takes place after the last step in any case. Where one of the four arguments of batches is
-stated, the others of them have TRL's defaults, and all `steps`, stated or not, count updates as in TRL. Where none of
-them is, a step draws `prompts_per_step` groups, 8 where TRL's default makes one, and all `steps` count rollouts: state
-`per_device_train_batch_size` in a script that relies on its default.
+**State the batch size.** If a script states one of TRL's four batch arguments, the others have TRL's defaults. All
+`*_steps` then count updates, as in TRL. If it states none, a step draws `prompts_per_step` groups: 8, where TRL's
+default draws one. All `*_steps` then count steps, that is rollouts.
 
-TRL drops the batch that an epoch's last prompts do not fill. Here it is filled with the first prompts of the next
-epoch, so no prompt is left out, and a run of whole epochs may be a step longer.
+**Epochs.** TRL drops the last incomplete batch of an epoch. Here the first prompts of the next epoch fill it. A run of
+whole epochs may therefore be one step longer.
+
+**Evaluation** uses the first `max_eval_samples` rows, and always runs after the last step.
 """
 SAME_INTRODUCTION = """## The same
 
-These are settings of the same name and meaning, with TRL's default:
+Settings with TRL's name, meaning and default:
 {}.
 
-These are settings of the same name too, with a difference:
+Settings with TRL's name and a difference:
 
 | argument | default in TRL | default here | |
 |----------|----------------|--------------|-|
@@ -76,21 +74,61 @@ TRANSLATED_INTRODUCTION = """## Translated
 | argument | translation |
 |----------|-------------|
 """
-IDLE_INTRODUCTION = """## Without effect here
+IDLE_INTRODUCTION = """## Without effect
 
-Any value is taken, because results do not depend on it.
+Any value is accepted.
 
 | argument | why |
 |----------|-----|
 """
 REFUSED_INTRODUCTION = """## Refused
 
-A value that turns the argument off (None, False, 0 or empty) is taken, and so are the values in brackets behind a name.
-Any other value is refused with this line.
+None, False, 0, an empty value, and the values in brackets are accepted. Any other value is an error with this remedy.
 
-| argument | what to do instead |
-|----------|--------------------|
+| argument | remedy |
+|----------|--------|
 """
+DIFFERENCES = """## Behaviour that differs
+
+| in TRL | here |
+|--------|------|
+"""
+# Behaviour of TRL's trainer -> the behaviour here.
+DIFFERS = [
+    (
+        "`loss_type=cispo` trains with an `epsilon_high` below 1",
+        "an error: the cap of CISPO multiplies the gradient; state an `epsilon_high` of at least 1",
+    ),
+    (
+        "`loss_type=luspo` with token ratios, and `vespo` with sequence ratios, warn and train",
+        "an error: the formula is a different one",
+    ),
+    ("`generation_kwargs` with `num_beams` trains", "an error: beams are not samples of the policy"),
+    (
+        "training continues with a warning if every function returns None for all completions",
+        'an error; `reward_errors="skip"` makes it a warning',
+    ),
+    (
+        "a reward tokenizer without a padding token pads with its end token",
+        "an error: the reward would be read at the end of an earlier turn",
+    ),
+    (
+        "adapters with dropout, DoRA and other peft options train",
+        "an error that names the option: the policy that trains must be the one that drew",
+    ),
+    ("prompt tuning trains", "an error: pass a `LoraConfig`"),
+    (
+        "a `PeftModel` with trained adapters trains with a KL to itself",
+        "an error: the reference is the model without adapters; merge them first",
+    ),
+    ("`eval_loss` is logged", "not logged; use `eval_reward` and `eval_accuracy`"),
+    ("callbacks receive `on_substep_end` and `on_optimizer_step`", "not called; a warning says so"),
+    ("`train()` overwrites an earlier run in `output_dir`", "an error; resume, or set `overwrite_output_dir`"),
+    ("`save_model(output_dir)` writes into the run folder", "writes to `final/` in it"),
+    ("`optimizers=` replaces the optimizer", "an error that names the settings to use"),
+    ("`trainer.accelerator` exists", "does not exist; use `is_world_process_zero()`"),
+    ("`tools`, `environment_factory`, `rollout_func`, `use_vllm`", "refused by name"),
+]
 HEADER = (
     "| flag | default | meaning | allowed | has an effect only where | on resume |\n"
     "|------|---------|---------|---------|-------------------------|-----------|"
@@ -100,13 +138,13 @@ TITLES = {SFTConfig: "Supervised training", SelectionConfig: "Distillation"}
 
 
 def page() -> str:
-    """Write the page of all settings."""
-    rules = "\n".join(f"- *{rule}*: the setting {meaning}." for rule, meaning in RESUME.items())
+    """Return the page of all settings."""
+    rules = "\n".join(f"- *{rule}*: {meaning}." for rule, meaning in RESUME.items())
     return "\n\n".join([INTRODUCTION + "\n" + rules, *map(_table, sections())]) + "\n"
 
 
 def sections() -> list[type]:
-    """Find the sections of `TrainConfig`, and what supervised training and distillation add to them."""
+    """Return the sections of `TrainConfig`, and those that SFT and distillation add."""
     return [*sections_of(TrainConfig), SFTConfig, SelectionConfig]
 
 
@@ -124,7 +162,7 @@ def _row(section, field):
 
 
 def _value(default):
-    """Show a default as it is written on the command line."""
+    """Format a default as on the command line."""
     if isinstance(default, tuple):
         return " ".join(f"`{item}`" for item in default) or "empty"
     line_break = isinstance(default, str) and "\n" in default
@@ -132,7 +170,7 @@ def _value(default):
 
 
 def from_trl() -> str:
-    """Write the page of TRL's arguments."""
+    """Return the page of TRL's arguments."""
     ours = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
     plain = [name for name, text in SAME.items() if not text and name not in OTHER_DEFAULTS]
     same = [
@@ -146,13 +184,18 @@ def from_trl() -> str:
             (TRANSLATED_INTRODUCTION, TRANSLATED), (IDLE_INTRODUCTION, IDLE), (REFUSED_INTRODUCTION, REFUSED),
         )
     ]  # fmt: skip
-    older = f"Earlier versions of TRL and transformers had {_listed(sorted(OLDER))}, which are taken, too."
-    parts = [FROM_TRL, SAME_INTRODUCTION.format(_wrapped(_listed(plain))) + "\n".join(same) + "\n"]
+    differs = "\n".join(f"| {theirs} | {ours} |" for theirs, ours in DIFFERS)
+    older = f"Arguments of earlier versions of TRL and transformers are accepted too: {_listed(sorted(OLDER))}."
+    parts = [
+        FROM_TRL,
+        DIFFERENCES + differs + "\n",
+        SAME_INTRODUCTION.format(_wrapped(_listed(plain))) + "\n".join(same) + "\n",
+    ]
     return "\n".join([*parts, *(f"{introduction}{rows}\n" for introduction, rows in groups), _wrapped(older) + "\n"])
 
 
 def _names(names: Iterable[str]) -> str:
-    """List arguments, each with the values that are taken."""
+    """List arguments, each with its accepted values."""
     shown = []
     for name in names:
         values = ", ".join(f"`{value!r}`" for value in ACCEPTED.get(name, ()))

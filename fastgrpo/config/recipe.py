@@ -10,15 +10,15 @@ from fastgrpo.config.fields import check_name, convert, hints
 from fastgrpo.config.settings import SFTConfig, TrainConfig, TrainingConfig
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-KINDS = {"train": "Train a policy by GRPO.", "sft": "Train a policy on the completions of rows."}
+KINDS = {"train": "Train a policy with GRPO.", "sft": "Train a policy on given completions."}
 FILES = """
 
-A flag overrides the YAML file of --config FILE, which has a line `setting: value` for each setting. The file overrides
-the recipe that the task ships. --config NAME takes a recipe that comes with the package."""
+--config FILE reads settings from a YAML file with lines `setting: value`; --config NAME reads a recipe of the package.
+Flags override the file, and the file overrides the recipe of the task. In the help, N is the value of the flag."""
 SWEEPS = """
 
---sweep NAME=VALUE,VALUE makes a run for each value of a setting, and may be given several times: then there is a run
-for each combination. --sweep_seeds SEED,SEED makes each of them with each seed."""
+--sweep NAME=VALUE,VALUE makes one run per value of a setting. Repeat it to make one run per combination. --sweep_seeds
+SEED,SEED repeats each run with each seed."""
 Config = TypeVar("Config", bound=TrainingConfig)
 
 

@@ -204,13 +204,13 @@ class SFTConfig(
     temperature, top_p, top_k = 1.0, 1.0, 0  # how evaluations draw
 
     learning_rate: Positive = 2e-05
-    """Learning rate of AdamW after the warmup."""
+    """Use this learning rate in AdamW after the warmup."""
     batch_size: Count = 8
-    """Number of rows that one update learns from. A row of messages gives an example for each of its answers."""
+    """Learn from N rows per update. A row of messages gives one example per answer."""
 
     train_file: str | None = None
-    """A .jsonl file of rows to learn from, with `prompt` and `completion` or with `messages`. None takes the task's own
-    rows. Evaluations use the task's in any case."""
+    """Learn from the rows of this .jsonl file, with `prompt` and `completion` or with `messages`. None uses the task's
+    rows. Evaluations always use the task's."""
 
     @property
     def rows_per_step(self) -> int:
@@ -230,22 +230,22 @@ class SFTConfig(
 
 @settings_class
 class SelectionConfig:
-    """Which completions of a model are drawn, and which of them are kept for supervised training."""
+    """Completions that are drawn, and those that are kept."""
 
     num_generations: Count = 8
-    """Number of completions that are drawn for each prompt."""
+    """Draw N completions per prompt."""
     temperature: Temperature = 1.0
-    """Temperature of the draws."""
+    """Draw at this temperature."""
     max_prompts: Count | None = None
-    """Largest number of prompts, which are chosen at random. None takes all of them."""
+    """Take at most N prompts, chosen at random. None takes all of them."""
     max_per_prompt: Count = 4
-    """Largest number of completions of a prompt that are kept."""
+    """Keep at most N completions per prompt."""
     repetition_n_grams: Count = 8
-    """Length, in tokens, of the runs of tokens that count as repeated where they occur again."""
+    """Measure repetition by n-grams of N tokens."""
     max_repetition: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Largest share of repeated runs of tokens that a kept completion may have."""
+    """Drop completions with more than this share of repeated n-grams."""
     output: str = "distilled.jsonl"
-    """New file to write the kept completions to, one JSON object per line."""
+    """Write the kept completions to this new file, one JSON object per line."""
 
 
 @settings_class
@@ -263,7 +263,7 @@ class DistillConfig(
     LoadingConfig,
     Settings,
 ):  # the fields come in the reverse of this order
-    """The settings of the command. Settings that training has too mean the same there."""
+    """The settings of the command. Settings of training have the same meaning."""
 
     model: str
-    """Folder or hub id of the causal LM that completes the prompts."""
+    """Complete prompts with this causal LM: a folder, a hub id or a GGUF file."""

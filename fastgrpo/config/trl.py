@@ -1,8 +1,8 @@
 """The arguments of `trl.GRPOConfig` (TRL 1.16, with those of transformers' TrainingArguments), and what each is here.
 
-An argument is a setting of the same name (`SAME`), is made into other settings (`TRANSLATED`), does nothing because
-results do not depend on it (`IDLE`), or is refused with a sentence that says what to do instead (`REFUSED`). A value
-that turns something off, or equals TRL's default, is never refused. docs/from-trl.md is made from these tables.
+An argument is a setting of the same name (`SAME`), is translated (`TRANSLATED`), has no effect on results (`IDLE`), or
+is refused with a remedy (`REFUSED`). A value that turns something off, or equals TRL's default, is never refused.
+docs/from-trl.md is made from these tables.
 """
 
 import enum
@@ -14,18 +14,18 @@ from typing import Any
 from fastgrpo.config.fields import Count, convert, keywords
 
 Stated = Mapping[str, Any]
-# Arguments of batches, with TRL's defaults.
+# Batch arguments, with TRL's defaults.
 BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": None,
          "generation_batch_size": None}  # fmt: skip
-# Counts of updates in TRL: some may be rounded up to whole steps, the others decide what is computed.
+# Counts of updates in TRL: the first are rounded up to whole steps, the others must be whole steps.
 ROUNDED, EXACT = ("logging_steps", "eval_steps", "save_steps"), ("max_steps", "ref_model_sync_steps")
-# Arguments of a model's loading that change no result, and others with values that change none.
+# Loading arguments that change no result, and (argument, value) pairs that change none.
 _LOADING = ("attn_implementation", "use_cache", "low_cpu_mem_usage")
 _LOADING_VALUES = (("device_map", None), ("quantization_config", None), ("revision", None), ("revision", "main"))
 # Options of generation_kwargs, with vLLM's names of them -> settings.
 _DRAWS = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
 _DRAWS |= {"max_new_tokens": "max_completion_length", "max_tokens": "max_completion_length"}
-# Options that never change a draw; then options with the values, besides None, that change none.
+# Options that never change a draw; then options with their neutral value, besides None.
 _NO_DRAW = ("use_cache", "cache_implementation", "disable_compile", "pad_token_id", "bos_token_id",
             "renormalize_logits")  # fmt: skip
 _NEUTRAL = {"do_sample": True, "no_repeat_ngram_size": 0, "min_length": 0}
@@ -39,7 +39,7 @@ _REMEDY = (
 
 
 def translated(stated: Stated) -> dict[str, Any]:
-    """Turn arguments of TRL and settings into settings alone."""
+    """Translate arguments of TRL, and return only settings."""
     stated = {name: value.value if isinstance(value, enum.Enum) else value for name, value in stated.items()}
     stated |= {name: VALUES[name](stated[name]) for name in VALUES.keys() & stated.keys()}
     for name, value in stated.items():
@@ -62,7 +62,7 @@ def translated(stated: Stated) -> dict[str, Any]:
 
 
 def batch(stated: Stated) -> dict[str, Any]:
-    """Translate the sizes of batches: a rollout is one generation batch of TRL, over all processes."""
+    """Translate batch sizes: a rollout is one generation batch of TRL, over all processes."""
     sizes = {name: stated.get(name, default) for name, default in BATCH.items()}
     sizes = (value if value is None else convert(name, value, Count) for name, value in sizes.items())
     device, accumulated, steps, whole = sizes
@@ -91,9 +91,9 @@ def batch(stated: Stated) -> dict[str, Any]:
 
 
 def in_steps(settings: dict[str, Any], updates: int) -> dict[str, Any]:
-    """Turn counts of updates into counts of steps, those that TRL's defaults give among them.
+    """Turn counts of updates into counts of steps, TRL's defaults included.
 
-    A checkpoint that came with every N-th evaluation, or line of metrics.jsonl, still does after both were rounded.
+    If save_steps is a multiple of eval_steps or logging_steps, it stays one after rounding.
     """
     defaults = {"logging_steps": 10, "save_steps": 500}
     if settings.get("sync_ref_model"):
@@ -101,7 +101,7 @@ def in_steps(settings: dict[str, Any], updates: int) -> dict[str, Any]:
     counts, counted = defaults | settings, {}
     for name in (*ROUNDED, *EXACT):
         count = counts.get(name)
-        if count is None or (count := convert(name, count, float)) < 1:  # -1 steps, or a share of the run
+        if count is None or (count := convert(name, count, float)) < 1:  # -1, or a share of the run
             continue
         if name in EXACT and name in settings and count % updates:
             raise ValueError(
@@ -163,30 +163,28 @@ def generation(stated: Stated) -> dict[str, Any]:
 
 
 # fmt: off
-# Arguments that are made into settings of other names -> by which function, and what becomes of them.
+# Arguments of other names -> the function that translates them, and a description.
 TRANSLATED = [
     (" ".join(BATCH), batch,
-     "A step draws per_device_train_batch_size x WORLD_SIZE x steps_per_generation completions, which is "
-     "generation_batch_size and here prompts_per_step x num_generations. steps_per_generation / "
-     "gradient_accumulation_steps, a whole number, is updates_per_rollout. max_tokens_per_microbatch sets how many "
-     "tokens go through the model at once, and the result does not depend on it."),
+     "prompts_per_step = per_device_train_batch_size x WORLD_SIZE x steps_per_generation / num_generations. "
+     "updates_per_rollout = steps_per_generation / gradient_accumulation_steps. Both must be whole numbers. "
+     "max_tokens_per_microbatch sets the size of a forward pass; results do not depend on it."),
     ("num_generations_eval", lambda stated: {"eval_num_generations": stated["num_generations_eval"] or 0},
-     "eval_num_generations. Completions are drawn at the temperature, top_p and top_k of training, without min_p and "
-     "repetition_penalty. The accuracy comes from one greedy completion. If this is not stated, only that one is "
-     "drawn; TRL would draw num_generations."),
+     "Becomes eval_num_generations, drawn without min_p and repetition_penalty. The accuracy comes from one greedy "
+     "completion. If not stated, only this one is drawn; TRL draws num_generations."),
     ("eval_strategy save_strategy logging_strategy", strategies,
-     "steps is eval_steps (if None, logging_steps), save_steps or logging_steps. no evaluates or saves only after the "
-     "last step. All other values are refused. If eval_strategy is stated, eval_on_start is False unless stated too."),
+     "steps uses eval_steps (or logging_steps if None), save_steps or logging_steps. no evaluates or saves only after "
+     "the last step. Other values are refused. With eval_strategy, the default of eval_on_start is False."),
     ("bf16 fp16 model_init_kwargs", precision,
-     "bf16=True is dtype=bfloat16 with float32 masters in the optimizer, and bf16=False is float32. Otherwise the "
-     "dtype of model_init_kwargs is dtype. Its trust_remote_code is trust_remote_code; attn_implementation, use_cache, "
-     "low_cpu_mem_usage and device_map=None do nothing. Its other keys and fp16=True are refused."),
+     "bf16=True sets dtype=bfloat16, with float32 masters in the optimizer. bf16=False sets float32. Otherwise the "
+     "dtype of model_init_kwargs is used. Its trust_remote_code is passed on; attn_implementation, use_cache, "
+     "low_cpu_mem_usage and device_map=None have no effect. Its other keys and fp16=True are refused."),
     ("generation_kwargs", generation,
-     "temperature, top_k, top_p, min_p and repetition_penalty are the settings of these names, and max_new_tokens is "
-     "max_completion_length. Options that change no draw do nothing, and all others are refused by name."),
-    ("use_cpu", lambda stated: {"device": "cpu"} if stated["use_cpu"] else {}, "True is device=cpu."),
+     "temperature, top_k, top_p, min_p and repetition_penalty set the settings of these names; max_new_tokens sets "
+     "max_completion_length. Options that change no draw have no effect. Others are refused by name."),
+    ("use_cpu", lambda stated: {"device": "cpu"} if stated["use_cpu"] else {}, "True sets device=cpu."),
     ("warmup_ratio", lambda stated: {} if stated.get("warmup_steps") else {"warmup_steps": stated["warmup_ratio"]},
-     "A share of all updates, which warmup_steps takes as a number below 1."),
+     "Becomes warmup_steps, which takes a share of all updates as a number below 1."),
 ]
 # Settings of the same name and meaning.
 _PLAIN = """
@@ -199,99 +197,99 @@ multi_objective_aggregation loss_type mask_truncated_completions sync_ref_model 
 use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target off_policy_mask_threshold
 use_bias_correction_kl report_to warmup_steps
 """
-_COUNT = "Counts updates if one of TRL's batch arguments is stated, and steps otherwise. It "
+_COUNT = "With batch arguments, counts updates and "
 # Others of the same name -> what differs from TRL.
 SAME = {**dict.fromkeys(_PLAIN.split(), ""),
-    "output_dir": "None makes a new folder in runs/. If the folder holds a run, overwrite_output_dir is needed.",
-    "max_steps": _COUNT + "must then be whole steps.",
-    "ref_model_sync_steps": _COUNT + "must then be whole steps, if it is stated.",
+    "output_dir": "None creates a folder in runs/. A folder with a run in it needs overwrite_output_dir.",
+    "max_steps": _COUNT + "must be whole steps.",
+    "ref_model_sync_steps": _COUNT + "must be whole steps, if stated.",
     "logging_steps": _COUNT + "is rounded up to whole steps.",
     "eval_steps": _COUNT + "is rounded up to whole steps.",
-    "save_steps": _COUNT + "is rounded up to whole steps, or follows eval_steps if metric_for_best_model needs one.",
-    "gradient_checkpointing": "auto, the default, decides by the free memory.",
-    "use_liger_kernel": "None, the default, uses it on a GPU if it is installed. The head is always fused.",
-    "disable_tqdm": "None is False.",
+    "save_steps": _COUNT + "is rounded up to whole steps, or to a multiple of eval_steps for metric_for_best_model.",
+    "gradient_checkpointing": "auto decides by the free memory.",
+    "use_liger_kernel": "None uses it on a GPU if it is installed. The head is always fused.",
+    "disable_tqdm": "None means False.",
     "log_completions": "True also writes all completions to samples.jsonl.",
-    "num_completions_to_print": "Prints the first ones, where TRL draws some.",
-    "eval_on_start": "True measures the accuracy before the first step; eval_strategy makes it False.",
-    "metric_for_best_model": "A metric of docs/runs.md, such as eval/accuracy or eval_reward. reward is the training "
-    "reward: TRL would read eval_reward, and so would EarlyStoppingCallback, which is refused with it.",
-    "epsilon_high": "cispo needs at least 1.",
+    "num_completions_to_print": "Prints the first N; TRL prints N at random.",
+    "eval_on_start": "eval_strategy changes the default to False.",
+    "metric_for_best_model": "A metric such as eval/accuracy or eval_reward. reward is the training reward, where TRL "
+    "reads eval_reward; EarlyStoppingCallback refuses it.",
+    "epsilon_high": "cispo needs at least 1, so state it.",
     "importance_sampling_level": "luspo needs sequence.",
-    "reward_weights": "None is a weight of 1 for each function.",
-    "scale_rewards": "True is group and False is none.",
-    "top_entropy_quantile": "A share of the tokens of an update; TRL takes it of a micro-batch of all processes.",
+    "reward_weights": "None gives each function a weight of 1.",
+    "scale_rewards": "True means group, False means none.",
+    "top_entropy_quantile": "A share of the tokens of an update; in TRL, of a micro-batch over all processes.",
 }
-# TRL's defaults of the settings whose own default differs.
+# TRL's defaults of settings whose default differs here.
 OTHER_DEFAULTS = {"gradient_checkpointing": True, "use_liger_kernel": False, "disable_tqdm": None,
                   "report_to": "none", "eval_on_start": False, "reward_weights": None}
-# Arguments whose values change no result, and why.
+# Arguments that have no effect on results, and why.
 IDLE = [
     ("cast_lm_head_to_fp32", "Logits are computed in float32 from weights in any dtype."),
     ("dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
      "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order",
      "Rows are read in this process, without a DataLoader."),
-    ("data_seed train_sampling_strategy length_column_name", "Only seed and shuffle_dataset set the order of prompts."),
+    ("data_seed train_sampling_strategy length_column_name", "seed and shuffle_dataset set the order of prompts."),
     ("vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url "
      "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization "
      "vllm_max_model_length vllm_tensor_parallel_size vllm_importance_sampling_correction "
      "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
      "vllm_importance_sampling_cap",
-     "It has an effect only with use_vllm, which is refused. Here importance_sampling_mode corrects for a filter."),
+     "They need use_vllm, which is refused. importance_sampling_mode corrects for filters."),
     ("use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged "
-     "cache_implementation use_cache pad_to_multiple_of", "The engine batches continuously, with a cache of its own."),
+     "cache_implementation use_cache pad_to_multiple_of", "The engine batches continuously, with its own cache."),
     ("local_rank ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend "
      "ds3_gather_for_generation average_tokens_across_devices",
-     "torchrun sets the ranks. Gradients are summed over them once an update, and the loss counts all tokens."),
+     "torchrun sets the ranks. Gradients are summed once per update, and the loss counts all tokens."),
     ("log_unique_prompts log_multimodal", "Prompts, completions and rewards are written to samples.jsonl."),
     ("log_level log_level_replica log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen "
      "skip_memory_metrics logging_dir",
-     "Rank 0 logs for all ranks, always with num_tokens and memory. TensorBoard's files lie in the run's folder."),
-    ("per_device_eval_batch_size", "max_num_seqs bounds how many completions are drawn at the same time."),
+     "Rank 0 logs for all ranks, always with num_tokens and memory. TensorBoard writes to the run folder."),
+    ("per_device_eval_batch_size", "max_num_seqs bounds the completions in flight."),
     ("do_train do_eval do_predict prediction_loss_only eval_do_concat_batches eval_use_gather_object label_names "
      "eval_accumulation_steps include_for_metrics batch_eval_metrics label_smoothing_factor",
-     "The trainer does not read these: evaluations need no logits or labels."),
+     "Evaluations need no logits or labels."),
     ("torch_empty_cache_steps gradient_checkpointing_kwargs",
-     "Memory is planned before a run starts, and layers are recomputed with use_reentrant=False."),
-    ("tf32", "Products of float32 stay exact; bf16=True makes them fast."),
-    ("enable_jit_checkpoint save_safetensors", "A run is always saved on SIGINT and SIGTERM, in safetensors."),
+     "Memory is planned before a run starts. Layers are recomputed with use_reentrant=False."),
+    ("tf32", "float32 products stay exact; use bf16=True for speed."),
+    ("enable_jit_checkpoint save_safetensors", "A run always saves on SIGINT and SIGTERM, in safetensors."),
     ("disable_dropout", "Dropout is always off."),
 ]
-# Arguments that may only be off or have TRL's default, and what to do instead.
+# Arguments that must be off or have TRL's default, and the remedy.
 REFUSED = [
-    ("use_vllm", "leave it out: the engine in this process draws completions from the weights that train"),
+    ("use_vllm", "leave it out: the engine draws completions in this process"),
     ("deepspeed fsdp fsdp_config parallelism_config accelerator_config", "use parallel='fsdp2' under torchrun"),
     ("optim optim_args optim_target_modules", "use optim='adamw_torch': AdamW with float32 masters"),
     ("torch_compile torch_compile_backend torch_compile_mode liger_kernel_config",
-     "leave it out: head, loss and rollout have kernels of their own"),
-    ("auto_find_batch_size", "lower max_tokens_per_microbatch if memory is short; the result does not depend on it"),
+     "leave it out: head, loss and rollout have their own kernels"),
+    ("auto_find_batch_size", "lower max_tokens_per_microbatch if memory runs out; results do not depend on it"),
     ("bf16_full_eval fp16_full_eval", "leave it out: evaluations compute in the dtype of the training"),
     ("neftune_noise_alpha router_aux_loss_coef", "leave it out: the GRPO loss has no such term"),
     ("eval_delay", "use eval_steps, and eval_on_start=False"),
     ("save_only_model save_on_each_node", "leave it out: save_total_limit bounds the number of checkpoints"),
-    ("load_best_model_at_end", "set metric_for_best_model, whose best checkpoint save_total_limit always keeps"),
+    ("load_best_model_at_end", "set metric_for_best_model; save_total_limit always keeps its best checkpoint"),
     ("ignore_data_skip restore_callback_states_from_checkpoint", "leave it out: a resumed run restores all its state"),
-    ("full_determinism", "call transformers.enable_full_determinism(seed) before the trainer is made"),
-    ("remove_unused_columns", "leave it out: reward functions get every column, and ignore others by **kwargs"),
-    ("debug", "leave it out: --debug shows tracebacks, and the setting profile times steps"),
+    ("full_determinism", "call transformers.enable_full_determinism(seed) before you create the trainer"),
+    ("remove_unused_columns", "leave it out: reward functions get every column, and take the others as **kwargs"),
+    ("debug", "leave it out: --debug shows tracebacks, and profile times steps"),
     ("hub_token", "log in by `hf auth login`, or set HF_TOKEN"),
     ("hub_strategy hub_always_push hub_revision", "use push_to_hub, hub_model_id and hub_private_repo"),
     ("trackio_space_id trackio_bucket_id trackio_static_space_id", "set TRACKIO_SPACE_ID or TRACKIO_BUCKET_ID"),
-    ("log_completions_hub_repo", "upload samples.jsonl of the run's folder yourself"),
+    ("log_completions_hub_repo", "upload samples.jsonl of the run folder yourself"),
     ("max_tool_calling_iterations", "leave it out: fastgrpo does not support tools"),
-    ("max_prompt_length", "leave out rows whose prompts are too long: prompts are never cut"),
+    ("max_prompt_length", "drop rows with long prompts: prompts are never truncated"),
 ]
-# Values of refused arguments that are taken, besides those that are off.
+# Values of refused arguments that are accepted, besides those that are off.
 ACCEPTED = {"optim": ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused"),
             "hub_strategy": ("every_save", "end")}
 # fmt: on
-# Arguments of earlier versions of TRL and transformers that scripts still state.
+# Arguments of earlier versions of TRL and transformers.
 OLDER = {"logging_dir", "max_prompt_length", "save_safetensors", "warmup_ratio"}
 MADE, IDLE_WHY, INSTEAD = ({name: row[-1] for row in rows for name in row[0].split()}
                            for rows in (TRANSLATED, IDLE, REFUSED))  # fmt: skip
-# Names that `GRPOConfig` takes and that are no settings.
+# Names that `GRPOConfig` takes and that are not settings.
 THEIRS = {*MADE, *IDLE_WHY, *INSTEAD}
-# Values of settings of the same name that TRL writes otherwise.
+# Settings of the same name whose values TRL spells differently.
 VALUES = {
     "scale_rewards": lambda value: {True: "group", False: "none"}[value] if isinstance(value, bool) else value,
     "report_to": lambda value: None if value == [] else value,

@@ -101,7 +101,7 @@ def test_the_interactive_loop(models, capsys, monkeypatch):
     out, err = capsys.readouterr()
     answer = greedy_text("<user>hi\n<assistant>", 5, tiny.tokenizer())
     assert out.count(answer) == 2 and "/exit ends" in out
-    assert "exceeds the model's context of 2048" in err and "/new begins another conversation" in err
+    assert "exceeds the model's context of 2048" in err and "/new starts a new conversation" in err
 
 
 def test_the_answer_streams(models, monkeypatch):

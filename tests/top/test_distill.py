@@ -93,7 +93,9 @@ def test_each_prompt_is_completed_once_and_a_limit_chooses_at_random():
 
 
 def test_nothing_is_kept(given, tmp_path, capfd):
-    check(distill.main, [*given[:-1], "distilling_rewards:wrong"], r"no completion of 18 is kept \(18 wrong\)", capfd)
+    check(
+        distill.main, [*given[:-1], "distilling_rewards:wrong"], r"none of 18 completions is kept \(18 wrong\)", capfd
+    )
     assert not (tmp_path / "out.jsonl").exists()
 
 

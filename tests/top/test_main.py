@@ -33,8 +33,8 @@ def test_the_commands_are_listed(argv, capsys):
 
 @pytest.mark.parametrize(
     ("argv", "told"),
-    [(["train", "--beta", "0"], "python -m fastgrpo.train"), (["--versoin"], "takes --version alone"),
-     (["--version", "now"], "takes --version alone")],
+    [(["train", "--beta", "0"], "python -m fastgrpo.train"), (["--versoin"], "takes only --version"),
+     (["--version", "now"], "takes only --version")],
     ids=str,
 )  # fmt: skip
 def test_other_arguments_are_refused(argv, told, capsys):

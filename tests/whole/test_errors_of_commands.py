@@ -21,7 +21,7 @@ CASES = {
     "evaluate: empty task": (lambda c: [str(c.model), "--task", ""], "task must be one of .*, got ''"),
     "evaluate: flag without value": (words("m --task"), "--task needs a value"),
     "evaluate: unknown flag": (words("m --eval_num_generation 2"), "did you mean --eval_num_generations"),
-    "chat: no model": (words(""), "an argument is missing: A folder, hub id or GGUF file of a causal LM.; see"),
+    "chat: no model": (words(""), "an argument is missing: Chat with this causal LM: "),
     "chat: no model folder": (words("/no/such/model"), "no such model folder: /no/such/model"),
     "chat: out of range": (lambda c: [str(c.model), "--top_p", "2"], r"top_p must be in \(0, 1\], got 2"),
     "chat: a temperature that logits overflow at": (
