@@ -215,7 +215,7 @@ def parse_flags(
         near = _meant(
             re.findall(r"(?<=[ ,])--(\w[\w-]*)", message), [field.name for field in dataclasses.fields(record)]
         )
-    message = re.sub(r"^Missing from .*: \S+ (.*) \(required\)$", r"an argument is missing: \1", message)
+    message = re.sub(r"^Missing from .*?: \S+ (.*) \(required\)$", r"an argument is missing: \1", message)
     raise ValueError(message + (near or f"; see {prog} --help"))
 
 

@@ -316,7 +316,7 @@ class RunConfig:
     logging_steps: Count = 10
     """Average the metrics of N steps into one line of metrics.jsonl."""
     logging_first_step: bool = False
-    """Also log the first step."""
+    """Log the first step too."""
     disable_tqdm: bool = False
     """Show no progress bars."""
     eval_steps: Count | None = None
