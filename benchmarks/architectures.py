@@ -83,19 +83,19 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16, 17]]
 TOLERANCE = 1e-4  # nat
 INTRODUCTION = """# Architectures
 
-What became of tiny models with random weights of these architectures of transformers {version}, on a CPU in fp32. The
-page is made by `make pages`; a test tries every model again and compares.
+`make pages` tries tiny random models of these architectures of transformers {version}, on a CPU in fp32.
 
-- **works**: the engine (`--rollout_backend fast`) draws from the model. The log-probs of greedy and of sampled
-  completions, and those that training computes of them, are within 1e-4 of the model's own forward pass, whose
-  likeliest tokens the greedy ones are.
-- **hf only**: the engine refuses the model at load, for the reason beside it. `--rollout_backend hf` draws from it and
-  trains it by its own attention, with log-probs that agree in the same way.
-- **no**: it is refused with either backend.
+- **works**: the engine draws from it. Log-probs of rollouts and training are within 1e-4 of the model's own forward
+  pass, and greedy tokens agree.
+- **hf only**: the engine refuses it at load, for the reason in the note. `--rollout_backend hf` draws from it, and it
+  trains with its own attention. Log-probs agree in the same way.
+- **no**: both backends refuse it.
 
-Any other architecture is tried when it is loaded: a dry run without weights refuses what the engine cannot serve. With
-liger-kernel's layers, which compute on GPUs alone, the models of this page are only tried in that way: the dry run then
-finds the same.
+*window* means that no sequence may exceed the sliding window. *experts* means decoding without CUDA graphs, except in
+bf16 on Hopper and Blackwell data-center GPUs.
+
+The engine checks any other architecture at load, with a dry run without weights. With liger-kernel's layers, which need
+a GPU, tests only make the dry run.
 
 | `model_type` | class | verdict | note |
 |---|---|---|---|
@@ -143,10 +143,10 @@ def verdict(name):
         return Verdict("no", str(error).split(": ", 1)[-1])
     for attention in ("sdpa", "products"):
         agrees(policy, RolloutEngine(policy, max_num_seqs=4, attention=attention))
-    notes = ["no sequence may be longer than the sliding window"] if policy.window else []
+    notes = ["window"] if policy.window else []
     if policy.grouped:
-        notes.append("decodes without CUDA graphs, except in bf16 on Hopper and Blackwell data-center GPUs")
-    return Verdict("works", "; ".join(notes))
+        notes.append("experts")
+    return Verdict("works", ", ".join(notes))
 
 
 def agrees(policy, backend):
