@@ -1,13 +1,18 @@
-"""Advantages by hand, their baselines and scales, and the rewards that were not given."""
+"""Advantages by hand, by TRL's formulas, and by what must not change them."""
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fastgrpo import decoupled_advantages, group_advantages
 
 NAN = math.nan
+SCALES = pytest.mark.parametrize("scale", ["group", "batch", "none"])
+RESULT = [-1 / (2**0.5 + 2e-4), 1 / (2**0.5 + 2e-4)]  # of the rewards 0 and 1
 
 
 def advantages(values, group_size, **knobs):
@@ -21,120 +26,73 @@ def test_group_scale_by_hand():
     assert advantages([1.0, 2, 3, 0, 6, 6], 3) == pytest.approx(expected, rel=1e-14)
 
 
-def test_eps_is_added_to_the_deviation():
-    assert advantages([0.0, 2], 2, eps=1.0) == pytest.approx([-1 / (math.sqrt(2) + 1), 1 / (math.sqrt(2) + 1)])
-
-
 def test_batch_scale_by_hand():
     # All rewards: mean 2, deviations -2 0 1 1, sample variance 6 / 3 = 2. The centre stays the group's.
     std = math.sqrt(2) + 1e-4
     assert advantages([0.0, 2, 3, 3], 2, scale="batch") == pytest.approx([-1 / std, 1 / std, 0, 0], rel=1e-14)
-
-
-def test_no_scale_only_centres():
-    assert advantages([0.0, 2, 3, 7], 2, scale="none") == [-1, 1, -2, 2]
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_nan_is_a_reward_not_given(scale):
-    # The third reward takes no part: mean 2, deviations -1 and 1, sample variance 2.
-    std = 1 if scale == "none" else math.sqrt(2) + 1e-4
-    assert advantages([1.0, 3, NAN], 3, scale=scale) == pytest.approx([-1 / std, 1 / std, 0], rel=1e-14)
-
-
-def test_batch_deviation_counts_given_rewards_alone():
     # Given: 0 4 1 1, mean 1.5, squares 2.25 + 6.25 + .25 + .25 = 9, over 3.
     std = math.sqrt(3) + 1e-4
     expected = [-2 / std, 2 / std, 0, 0, 0, 0]
     assert advantages([0.0, 4, NAN, 1, NAN, 1], 3, scale="batch") == pytest.approx(expected, rel=1e-14)
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_eps_clip_and_no_scale():
+    assert advantages([0.0, 2], 2, eps=1.0) == pytest.approx([-1 / (math.sqrt(2) + 1), 1 / (math.sqrt(2) + 1)])
+    assert advantages([0.0, 2, 3, 7], 2, scale="none") == [-1, 1, -2, 2]
+    assert advantages([0.0, 2, 3, 9], 2, scale="none", clip=2.5) == [-1, 1, -2.5, 2.5]
+    assert advantages([1.0, 1, 0, 2], 2, eps=0.0) == pytest.approx([0, 0, -(0.5**0.5), 0.5**0.5])
+    assert advantages([-1e150, 1e150], 2) == pytest.approx([-(0.5**0.5), 0.5**0.5])  # the largest that are allowed
+
+
+@SCALES
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e8, -0.7, 0.0])
-def test_equal_rewards_give_exact_zeros(scale, dtype, value):
+def test_equal_rewards_give_exact_zeros(scale, baseline, dtype, value):
     # mean(8 x 0.1) is not 0.1 in floating point; the residue over eps would be an advantage made of rounding.
-    rewards = torch.tensor([value] * 8 + [0.0] * 4 + [1.0] * 4, dtype=dtype)
-    result = group_advantages(rewards, 8, scale=scale)
+    rewards = torch.tensor([value] * 7 + [NAN] + [0.0] * 4 + [1.0] * 4, dtype=dtype)
+    result = group_advantages(rewards, 8, scale=scale, baseline=baseline)
     assert (result[:8] == 0).all() and (result[8:] != 0).all()
 
 
-def test_equal_given_rewards_beside_nan_give_exact_zeros():
-    assert advantages([0.1] * 7 + [NAN], 8) == [0] * 8
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_group_without_any_reward_is_zero_and_harms_no_other(scale):
+@SCALES
+def test_groups_with_less_than_two_rewards_are_zero_and_harm_no_other(scale):
     alone = advantages([1.0, 2, 4], 3, scale=scale)
     assert advantages([NAN, NAN, NAN, 1, 2, 4], 3, scale=scale) == pytest.approx([0, 0, 0, *alone], rel=1e-14)
-    assert advantages([NAN] * 3, 3, scale=scale) == [0, 0, 0]
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_groups_of_one_are_zero(scale):
+    assert advantages([NAN, 5, NAN], 3, scale=scale) == advantages([NAN] * 3, 3, scale=scale) == [0, 0, 0]
     assert advantages([1.0, 5, 2], 1, scale=scale) == [0, 0, 0]
+    assert group_advantages(torch.empty(0), 4, scale=scale).shape == (0,)
 
 
-def test_one_given_reward_in_a_group_is_zero():
-    assert advantages([NAN, 5.0, NAN], 3) == [0, 0, 0]
+REWARDS = st.lists(st.lists(st.floats(-8, 8) | st.just(NAN), min_size=4, max_size=4), min_size=1, max_size=4)
 
 
-def test_clip_bounds_both_sides():
-    assert advantages([0.0, 2, 3, 9], 2, scale="none", clip=2.5) == [-1, 1, -2.5, 2.5]
+@settings(max_examples=100)
+@given(REWARDS, st.sampled_from(["group", "batch", "none"]), st.sampled_from(["group", "leave_one_out"]))
+def test_equal_the_formulas_of_trl(groups, scale, baseline):
+    """TRL 1.16: nanmean, sample deviation, + 1e-4; RLOO's baseline is (sum of the group - own) / (n - 1)."""
+    rewards = torch.tensor(groups, dtype=torch.float64)
+    result = group_advantages(rewards.flatten(), 4, scale=scale, baseline=baseline).view(-1, 4)
+    assert torch.equal(result, result.nan_to_num(nan=7))
+    for row, own in zip(rewards, result, strict=True):
+        given = row[~row.isnan()]
+        pool = {"group": given, "batch": rewards[~rewards.isnan()], "none": None}[scale]
+        for reward, advantage in zip(row.tolist(), own.tolist(), strict=True):
+            if math.isnan(reward) or len(given) < 2:
+                assert advantage == 0
+                continue
+            mean = given.mean() if baseline == "group" else (given.sum() - reward) / (len(given) - 1)
+            std = 1 if pool is None else pool.std() + 1e-4
+            spread = given.max() - given.min()
+            assert advantage == pytest.approx(float((reward - mean) / std) if spread > 0 else 0, rel=1e-9, abs=1e-9)
 
 
-def test_no_rewards_no_advantages():
-    assert group_advantages(torch.empty(0), 4).shape == (0,)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [
-        (torch.float64, torch.float64),
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
-        (torch.int64, torch.float32),
-    ],
-)
-def test_result_dtype(dtype, expected):
-    result = group_advantages(torch.tensor([0, 1], dtype=dtype), 2)
-    assert result.dtype == expected
-    assert result.tolist() == pytest.approx([-1 / (2**0.5 + 2e-4), 1 / (2**0.5 + 2e-4)], rel=1e-6)
-
-
-def test_rewards_are_left_as_they_were():
-    rewards = torch.tensor([1.0, NAN, 3.0, 3.0])
-    before = rewards.clone()
-    group_advantages(rewards, 2, clip=0.1)
-    torch.testing.assert_close(rewards, before, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("scale", ["group", "batch"])
-def test_equals_the_formula_of_trl(scale):
-    """TRL 1.16, GRPOTrainer: nanmean, sample standard deviation (ddof = 1), + 1e-4."""
-    rewards = torch.rand(24)
-    groups = rewards.view(-1, 8)
-    std = groups.std(1, keepdim=True) if scale == "group" else rewards.std()
-    expected = ((groups - groups.mean(1, keepdim=True)) / (std + 1e-4)).flatten()
-    torch.testing.assert_close(group_advantages(rewards, 8, scale=scale), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("rewards", "group_size", "knobs", "message"),
-    [
-        ([1.0, 2, 3], 2, {}, r"multiple of group_size=2, got shape \(3,\)"),
-        ([[1.0, 2], [3, 4]], 2, {}, r"rewards must be \[S\].*\(2, 2\)"),
-        ([1.0, 2], 2, {"scale": "std"}, "scale must be one of group, batch, none, got 'std'"),
-        ([1.0, 2], 2, {"baseline": "best"}, "baseline must be one of group, leave_one_out, got 'best'"),
-        ([1.0, 2], 2, {"clip": 0.0}, "clip must be positive, got 0.0"),
-        ([1.0, 2], 2, {"clip": NAN}, "clip must be finite, got nan"),
-        ([1.0, math.inf], 2, {}, "rewards must be finite"),
-        ([1.0, -math.inf], 2, {}, "rewards must be finite"),
-    ],
-)
-def test_errors_name_the_argument(rewards, group_size, knobs, message):
-    with pytest.raises(ValueError, match=message):
-        group_advantages(torch.tensor(rewards), group_size, **knobs)
+@settings(max_examples=50)
+@given(REWARDS, st.floats(-3, 3), st.floats(0.1, 10))
+def test_the_unit_of_the_rewards_changes_nothing(groups, shift, factor):
+    rewards = (torch.tensor(groups, dtype=torch.float64) * 8).round() / 8  # no spread below what rounding shifts
+    before, after = (group_advantages(x.flatten(), 4, eps=0) for x in (rewards, rewards * factor + shift))
+    torch.testing.assert_close(after, before, rtol=1e-7, atol=1e-9)
 
 
 def test_leave_one_out_by_hand():
@@ -146,26 +104,45 @@ def test_leave_one_out_by_hand():
     assert advantages([1.0, 2, 6], 3, baseline="leave_one_out") == pytest.approx(expected, rel=1e-14)
 
 
-def test_leave_one_out_counts_given_rewards_alone():
-    result = advantages([1.0, NAN, 5.0, NAN, 7.0, NAN], 3, scale="none", baseline="leave_one_out")
-    assert result == pytest.approx([-4, 0, 4, 0, 0, 0])  # a reward without others has no baseline: 0
+@pytest.mark.parametrize(
+    ("rewards", "dtype"),
+    [
+        ([0.0, 1.0], torch.float64),
+        ([False, True], torch.float64),
+        ([np.float32(0), np.float64(1)], torch.float64),
+        (np.array([0.0, 1.0], dtype=np.float32), torch.float32),
+        (np.array([0, 1]), torch.float32),
+        (np.array([1.0, 0.0])[::-1], torch.float64),
+        (np.frombuffer(np.array([0.0, 1.0]).tobytes()), torch.float64),  # read-only: no warning of torch's
+        (torch.tensor([0, 1]).bfloat16(), torch.float32),
+        (torch.tensor([0, 1]), torch.float32),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_lists_arrays_and_tensors(rewards, dtype):
+    result = group_advantages(rewards, np.int64(2))
+    assert result.dtype == dtype and result.tolist() == pytest.approx(RESULT, rel=1e-6)
 
 
-def test_leave_one_out_equals_the_formula_of_trls_rloo():
-    """TRL 1.16, RLOOTrainer: baselines = (sum of the group - own) / (n - 1)."""
-    rewards = torch.rand(24, dtype=torch.float64)
-    rewards[[3, 11, 12]] = NAN
-    grouped = rewards.view(-1, 8)
-    count = (~grouped.isnan()).sum(1, keepdim=True)
-    baselines = (grouped.nansum(1, keepdim=True) - grouped) / (count - 1)
-    expected = (grouped - baselines).nan_to_num(nan=0.0).flatten()
-    result = group_advantages(rewards, 8, scale="none", baseline="leave_one_out")
-    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-14)
+def test_rewards_are_left_as_they_were():
+    rewards = torch.tensor([1.0, NAN, 3.0, 3.0])
+    before = rewards.clone()
+    group_advantages(rewards, 2, clip=0.1)
+    torch.testing.assert_close(rewards, before, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_leave_one_out_keeps_equal_rewards_at_zero(scale):
-    assert advantages([0.1] * 8 + [0.0, 1.0] * 4, 8, scale=scale, baseline="leave_one_out")[:8] == [0] * 8
+REFUSED = {
+    "rewards": ([1.0, None], ["a", "b"], [[1.0, 2.0], [3.0]], [10**400, 1], [1j, 2], {1: 2}, "ab", None,
+                torch.tensor([1j, 2]), [0.0, 1e151], [1.0, math.inf], [1.0, 2, 3], [[1.0, 2], [3, 4]]),
+    "group_size": (0,), "eps": (-1e-4, NAN, "1"), "clip": (0.0, NAN, "1"), "scale": ("std",), "baseline": ("best",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_arguments_are_refused_by_name(name):
+    for value in REFUSED[name]:
+        with pytest.raises(ValueError, match=rf"\b{name}\b"):
+            group_advantages(**{"rewards": [1.0, 2.0], "group_size": 2, name: value})
 
 
 def test_decoupled_by_hand():
@@ -175,8 +152,11 @@ def test_decoupled_by_hand():
     low, high = one + 0.5 * two, 0.5 * 1 / (math.sqrt(2) + 1e-4)
     std = math.sqrt((2 * low**2 + 2 * high**2) / 3) + 1e-4
     expected = [-low / std, low / std, -high / std, high / std]
-    result = decoupled_advantages(rewards, torch.tensor([1.0, 0.5]), 2)
-    assert result.tolist() == pytest.approx(expected, rel=1e-12)
+    for given_rewards, weights in ((rewards, torch.tensor([1.0, 0.5])), (rewards.tolist(), (1, 0.5))):
+        result = decoupled_advantages(given_rewards, weights, 2)
+        assert result.tolist() == pytest.approx(expected, rel=1e-12)
+    clipped = decoupled_advantages(rewards, torch.tensor([1.0, 0.5]), 2, clip=0.5)
+    assert clipped.tolist() == [max(-0.5, min(0.5, x)) for x in result.tolist()]
 
 
 def test_decoupled_equals_the_formula_of_trl():
@@ -212,7 +192,15 @@ def test_decoupled_groups_without_spread_are_exact_zeros():
     assert decoupled_advantages(torch.full((8, 2), 0.1), torch.ones(2), 8).tolist() == [0] * 8
 
 
-def test_decoupled_clip():
-    rewards = torch.rand(16, 2)
-    free, held = (decoupled_advantages(rewards, torch.ones(2), 8, clip=clip) for clip in (None, 0.5))
-    assert free.abs().max() > 0.5 and torch.equal(held, free.clamp(-0.5, 0.5))
+@pytest.mark.parametrize(
+    ("name", "rewards", "weights"),
+    [
+        ("rewards", [1.0, 2.0], [1.0]),
+        ("rewards", [[], []], []),
+        ("rewards", [[1.0, math.inf], [3.0, 1.0]], [1, 1]),
+        *(("weights", [[1.0, 2.0], [3.0, 1.0]], x) for x in ([1.0], [1.0, NAN], None, [1e200, 1], [1.7e308, -1.7e308])),
+    ],
+)
+def test_what_cannot_be_decoupled_is_refused_by_name(name, rewards, weights):
+    with pytest.raises(ValueError, match=f"^{name} "):
+        decoupled_advantages(rewards, weights, 2)

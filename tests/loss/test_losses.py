@@ -1,29 +1,25 @@
-"""The public losses: numbers by hand, gradients by finite differences, equality with kernels/reference.py."""
+"""The public losses: numbers by hand, dtypes, and what they return."""
 
 import math
 from dataclasses import replace
-from itertools import product
 
-import oracle
 import pytest
 import torch
+from objective_cases import BOUNDS
+from oracle import CHUNKS, assert_close, hand_case, make_case, padded_case, run, set_chunk, truth
 
-from fastgrpo import Objective, grpo_loss, linear_grpo_loss
+from fastgrpo import GRPOLossOutput, grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
 from fastgrpo.kernels import reference
 
 
 def test_loss_gradient_and_metrics_by_hand():
     """Row 0: ratio 5/4 above 6/5 with A = 1, so the clip holds it. Row 1: ratio 3/2 with A = -2, so it flows."""
-    hidden, weight, targets = oracle.hand_case()
+    hidden, weight, targets = hand_case()
     output = linear_grpo_loss(
-        hidden,
-        weight,
-        targets,
-        torch.tensor([1.0, -2.0]),
+        hidden, weight, targets, torch.tensor([1.0, -2.0]), beta=0.1,
         old_logps=torch.tensor([math.log(0.4), math.log(0.2 / 1.5)]),
         ref_logps=torch.tensor([math.log(0.25), math.log(0.4)]),
-        beta=0.1,
-    )
+    )  # fmt: skip
     output.loss.backward()
     kl = [0.5 - math.log(0.5) - 1, 2 - math.log(2) - 1]  # e^d - d - 1 with d = ln(1/2) and ln 2
     loss = 0.5 * (-1.2 + 0.1 * kl[0]) + 0.5 * (3.0 + 0.1 * kl[1])
@@ -104,97 +100,104 @@ def test_kl_estimators_by_hand(kl, value, slope):
     assert logps.grad.item() == pytest.approx(0.3 * slope)
 
 
-def check_metrics(output, metrics, note):
-    """To fp32: the specification's shares of clipped tokens are fp32 means."""
-    for name, value in metrics.items():
-        assert output.metrics[name].item() == pytest.approx(value.item(), rel=1e-6, abs=1e-9), (note, name)
-
-
-@pytest.mark.parametrize("knobs", oracle.OBJECTIVES)
-def test_linear_grpo_loss(monkeypatch, knobs):
-    """Each objective, with delta or not, old given or not, bias, temperature and chunks: equal to the specification.
-
-    That is its loss, log-probs, metrics and gradients in fp64. Where the loss is a function of the head alone (old is
-    given), finite differences agree too; the head with everything in it stands for the plainer ones.
-    """
-    for delta, old, bias, per_token, chunk in product(
-        (None, 1.3), (True, False), (False, True), (False, True), (None, 4)
-    ):
-        note = f"{delta=} {old=} {bias=} {per_token=} {chunk=}"
-        case = oracle.make_case(old=old, bias=bias, per_token_temperature=per_token)
-        loss, logps, metrics, gradients = oracle.truth(case, delta=delta, **knobs)
-        with monkeypatch.context() as patch:
-            oracle.set_chunk(patch, chunk)
-            output, actual = oracle.run(case, linear_grpo_loss, delta=delta, **knobs)
-            torch.testing.assert_close(output.loss, loss, msg=note)
-            torch.testing.assert_close(output.logps, torch.zeros(16).double().masked_scatter(case.mask, logps))
-            assert torch.equal(output.active, case.mask), note
-            check_metrics(output, metrics, note)
-            for name, gradient in gradients.items():
-                torch.testing.assert_close(actual[name], gradient, msg=lambda m, n=name: f"{note} {n}: {m}")  # noqa: B023
-            if old and bias and per_token:
-                head = case.head()
-
-                def loss_of(*tensors, case=case, head=head, delta=delta):
-                    arguments = dict(zip(head, tensors, strict=True))
-                    return linear_grpo_loss(**arguments, **case.rest(), delta=delta, **knobs).loss
-
-                assert torch.autograd.gradcheck(loss_of, list(head.values()), fast_mode=True), note
-
-
-@pytest.mark.parametrize("knobs", oracle.OBJECTIVES)
-def test_grpo_loss(knobs):
-    """The same of the loss from log-probs."""
-    for delta, old in product((None, 1.3), (True, False)):
-        case = oracle.make_case(old=old)
-        head = {"hidden": case.hidden, "weight": case.weight}
-        logps = reference.linear_logprob(**head, targets=case.targets, temperature=case.temperature)
-        logps.requires_grad_()
-        expected = logps.detach().clone().requires_grad_()
-        keep = case.mask.nonzero()[:, 0]
-        objective = Objective(delta=delta, **knobs)
-        loss, metrics = reference.policy_loss(
-            expected[keep],
-            case.old_logps[keep] if old else None,
-            case.ref_logps[keep],
-            case.advantages[keep],
-            objective.token_weights(case.mask, case.cu_seqlens, dtype=torch.float64)[keep],
-            objective,
-            torch.searchsorted(keep, case.cu_seqlens).diff(),
-        )
-        loss.backward()
-        the_rest = {"mask": case.mask, "cu_seqlens": case.cu_seqlens, "ref_logps": case.ref_logps, **knobs}
-        output = grpo_loss(logps, case.old_logps, case.advantages, delta=delta, **the_rest)
-        output.loss.backward()
-        torch.testing.assert_close(output.loss, loss.detach())
-        torch.testing.assert_close(logps.grad, expected.grad)
-        check_metrics(output, metrics, f"{delta=} {old=}")
-        if old:
-            assert torch.autograd.gradcheck(
-                lambda x, case=case, delta=delta, the_rest=the_rest: (
-                    grpo_loss(x, case.old_logps, case.advantages, delta=delta, **the_rest).loss
-                ),
-                [logps],
-            )
-
-
 def test_old_none_is_old_equal_to_the_current_log_probs():
-    case = oracle.make_case(old=False)
-    output, gradients = oracle.run(case, linear_grpo_loss)
-    again, same = oracle.run(replace(case, old_logps=output.logps), linear_grpo_loss)
+    case = make_case(old=False)
+    output, gradients = run(case, linear_grpo_loss)
+    again, same = run(replace(case, old_logps=output.logps), linear_grpo_loss)
     assert output.metrics["ratio/max"].item() == output.metrics["ratio/mean"].item() == 1.0
     torch.testing.assert_close(again.loss, output.loss)
     torch.testing.assert_close(same, gradients)
 
 
-def test_num_items_in_batch_and_token_weights_replace_the_weights():
-    case = oracle.make_case()
-    loss, _, _, gradients = oracle.truth(case, num_items_in_batch=100)
-    output, actual = oracle.run(case, linear_grpo_loss, num_items_in_batch=100)
+@CHUNKS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_per_token_tensors_of_another_float_type(monkeypatch, dtype, chunk):
+    """fp32 hidden states beside fp64 rewards, or bf16 log-probs of a sampler."""
+    set_chunk(monkeypatch, chunk)
+    case = make_case(dtype=torch.float32, per_token_temperature=True)
+    arguments = {**case.rest(), "token_weights": torch.rand(16), "beta": 0.1}
+    for name in ("advantages", "old_logps", "ref_logps", "temperature", "token_weights", "mask"):
+        given = {**arguments, name: arguments[name].to(dtype)}
+        output = linear_grpo_loss(**case.head(), **given)
+        rounded = linear_grpo_loss(**case.head(), **{**given, name: given[name].float()})
+        assert output.loss.dtype == output.logps.dtype == torch.float32
+        torch.testing.assert_close(output.loss, rounded.loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8], ids=str)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_targets_and_rows_of_any_integer_type(level, dtype):
+    case = make_case(dtype=torch.float32)
+    knobs = {"loss_type": "grpo", "importance_sampling_level": level, "rows": case.mask.nonzero()[:, 0]}
+    expected, gradients = run(case, linear_grpo_loss, **knobs)
+    knobs["rows"] = knobs["rows"].to(dtype)
+    output, actual = run(replace(case, targets=case.targets.to(dtype)), linear_grpo_loss, **knobs)
+    assert torch.equal(output.loss, expected.loss) and torch.equal(actual["weight"], gradients["weight"])
+    logps = linear_logprob(case.hidden, case.weight, case.targets.to(dtype))
+    assert torch.equal(logps, linear_logprob(case.hidden, case.weight, case.targets))
+
+
+@pytest.mark.parametrize("loss", [linear_grpo_loss, logits_grpo_loss])
+def test_a_temperature_in_fp32_costs_no_exactness(loss):
+    """Its value is rounded, and nothing that is computed with it."""
+    case, gradients = make_case(per_token_temperature=True), []
+    for temperature in (case.temperature.float(), case.temperature.float().double()):
+        leaf = case.hidden @ case.weight.T if loss is logits_grpo_loss else case.hidden.clone()
+        head = [leaf.detach().requires_grad_(), *([case.weight] if loss is linear_grpo_loss else [])]
+        out = loss(*head, case.targets, case.advantages, mask=case.mask, temperature=temperature, entropy_coef=0.1)
+        gradients += torch.autograd.grad(out.loss, head[:1])
+    assert_close(*gradients, 1e-12)
+
+
+@pytest.mark.parametrize("low", ["advantages", "hidden"])
+def test_the_exactness_of_the_weights_is_that_of_the_best_input(low):
+    """1/3 of a mean over three tokens: fp64 where the head or the advantages are, whatever the other is."""
+    case = replace(make_case((3,), masked=0.0, old=False), advantages=torch.ones(3).double(), temperature=1.0)
+    case = replace(case, advantages=case.advantages.float()) if low == "advantages" else case.to(torch.float32)
+    assert run(case, linear_grpo_loss)[0].metrics["policy_loss"].item() == pytest.approx(-1, abs=1e-15)
+
+
+@pytest.mark.parametrize("count", [0, 7, torch.tensor([7]), torch.tensor(0.0)], ids=str)
+def test_num_items_in_batch_is_a_number_or_a_tensor_with_one(count):
+    """transformers' Trainer makes it one-dimensional for several GPUs. A step without tokens counts as one."""
+    case, knobs = make_case(), {"entropy_coef": 0.1}
+    loss, _, _, gradients = truth(case, num_items_in_batch=int(count), **knobs)
+    output, actual = run(case, linear_grpo_loss, num_items_in_batch=count, **knobs)
+    assert output.loss.shape == ()
     torch.testing.assert_close(output.loss, loss)
     torch.testing.assert_close(actual, gradients)
-    weights = torch.rand(16)
-    loss, _, _, gradients = oracle.truth(case, token_weights=weights, loss_type="grpo")
-    output, actual = oracle.run(case, linear_grpo_loss, token_weights=weights, loss_type="grpo")
-    torch.testing.assert_close(output.loss, loss)
-    torch.testing.assert_close(actual, gradients)
+
+
+def test_entropy_metric_is_the_mean_over_active_rows():
+    case = make_case()
+    output, _ = run(case, linear_grpo_loss, return_entropy=True)
+    _, entropy = reference.linear_logprob(
+        case.hidden, case.weight, case.targets, temperature=case.temperature, return_entropy=True
+    )
+    assert output.metrics["entropy"].item() == pytest.approx(entropy[case.mask].mean().item())
+    assert_close(output.entropies, entropy.where(case.mask, 0), 1e-5)
+    assert run(case, linear_grpo_loss)[0].entropies is None
+
+
+def test_only_the_loss_carries_gradient():
+    case = make_case(masked=0.0)
+    logps = torch.randn(16, requires_grad=True)
+    for output in (
+        linear_grpo_loss(**case.head(), **case.rest(), beta=0.1, return_entropy=True),
+        grpo_loss(logps, None, case.advantages, ref_logps=case.ref_logps, beta=0.1),
+    ):
+        assert isinstance(output, GRPOLossOutput) and output.loss.requires_grad
+        assert not output.logps.requires_grad and not output.active.requires_grad
+        assert not any(value.requires_grad for value in output.metrics.values())
+
+
+def test_sampler_metrics_and_unknown_log_probs():
+    case = padded_case()
+    case.sampler_logps[0, 0] = torch.nan
+    out, _ = run(case, linear_grpo_loss, importance_sampling_mode="token_truncate", **BOUNDS)
+    gap = (case.old_logps - case.sampler_logps)[out.active]
+    weights = gap.nan_to_num(0).exp().clamp(0.8, 1.3)
+    for name, expected in (("min", weights.min()), ("mean", weights.mean()), ("max", weights.max())):
+        assert_close(out.metrics[f"sampling/importance_sampling_ratio/{name}"], expected, 1e-12)
+    assert_close(out.metrics["sampling/sampling_logp_difference/mean"], gap.abs().nanmean(), 1e-12)
+    assert_close(out.metrics["sampling/sampling_logp_difference/max"], gap.abs().nan_to_num(0).max(), 1e-12)

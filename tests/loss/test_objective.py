@@ -1,25 +1,23 @@
-"""The knobs of the loss: the weights of every aggregation by hand, and what is refused."""
+"""The knobs of the loss: the weights of every aggregation by hand, and which knobs are refused."""
 
 import dataclasses
 import math
-import re
 
 import pytest
 import torch
 
 from fastgrpo import Objective
-from fastgrpo.kernels.objectives import LOSS_TYPES
 from fastgrpo.loss.objective import Interval
 
 # Four sequences of 3, 2, 0 and 4 tokens; the second is all masked out, the third has no token at all.
 MASK = torch.tensor([1, 1, 0, 0, 0, 1, 1, 0, 1]).bool()
-
-
 CU_SEQLENS = torch.tensor([0, 3, 5, 5, 9])
+TYPES = ["grpo", "bnpo", "dapo", "dr_grpo"]
+NAN, INF = math.nan, math.inf
 
 
-def weights(objective, **knobs):
-    return objective.token_weights(MASK, CU_SEQLENS, **knobs)
+def weights(objective, mask=MASK, **knobs):
+    return objective.token_weights(mask, CU_SEQLENS, **knobs)
 
 
 def test_grpo_is_the_mean_over_sequences_of_the_mean_over_tokens():
@@ -32,18 +30,16 @@ def test_grpo_is_the_mean_over_sequences_of_the_mean_over_tokens():
 def test_bnpo_and_dapo_are_the_mean_over_tokens(loss_type):
     # 5 kept tokens
     assert weights(Objective(loss_type)).tolist() == pytest.approx([0.2, 0.2, 0, 0, 0, 0.2, 0.2, 0, 0.2])
+    assert Objective(loss_type).token_weights(MASK).sum().item() == pytest.approx(1)  # without sequences
 
 
 @pytest.mark.parametrize("count", [20, 20.0, torch.tensor(20), torch.tensor(20.0)])
-def test_dapo_divides_by_the_tokens_of_the_step(count):
+def test_only_dapo_divides_by_the_tokens_of_the_step(count):
     expected = [0.05, 0.05, 0, 0, 0, 0.05, 0.05, 0, 0.05]
     assert weights(Objective("dapo"), num_items_in_batch=count).tolist() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo"])
-def test_only_dapo_reads_num_items_in_batch(loss_type):
-    objective = Objective(loss_type, max_completion_length=10)
-    assert torch.equal(weights(objective, num_items_in_batch=20), weights(objective))
+    for loss_type in ("grpo", "bnpo", "dr_grpo"):
+        objective = Objective(loss_type, max_completion_length=10)
+        assert torch.equal(weights(objective, num_items_in_batch=count), weights(objective))
 
 
 def test_dr_grpo_divides_by_a_constant():
@@ -52,27 +48,21 @@ def test_dr_grpo_divides_by_a_constant():
     assert weights(Objective("dr_grpo", max_completion_length=10)).tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("loss_type", TYPES)
 def test_weights_of_a_batch_without_a_kept_token_are_zero(loss_type):
-    objective = Objective(loss_type, max_completion_length=10)
-    result = objective.token_weights(torch.zeros(9, dtype=torch.bool), CU_SEQLENS)
-    assert result.dtype == torch.float32 and torch.equal(result, torch.zeros(9))
-    assert objective.token_weights(torch.zeros(9, dtype=torch.bool), CU_SEQLENS, num_items_in_batch=0).sum() == 0
+    objective, none = Objective(loss_type, max_completion_length=10), torch.zeros(9, dtype=torch.bool)
+    assert weights(objective, none).dtype == torch.float32 and torch.equal(weights(objective, none), torch.zeros(9))
+    assert weights(objective, none, num_items_in_batch=0).sum() == 0
 
 
-@pytest.mark.parametrize("loss_type", ["bnpo", "dapo"])
-def test_token_means_need_no_sequences(loss_type):
-    assert Objective(loss_type).token_weights(MASK).sum().item() == pytest.approx(1)
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("loss_type", TYPES)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_needs_sequences(loss_type, level):
     objective = Objective(loss_type, level, max_completion_length=10)
     assert objective.needs_sequences == (loss_type in ("grpo", "dr_grpo") or level == "sequence")
 
 
-def test_defaults():
+def test_defaults_are_those_of_trl():
     objective = Objective()
     assert (objective.loss_type, objective.importance_sampling_level, objective.kl) == ("dapo", "token", "k3")
     assert (objective.epsilon, objective.epsilon_high, objective.delta, objective.beta) == (0.2, 0.2, None, 0.0)
@@ -84,88 +74,52 @@ def test_epsilon_high_follows_epsilon_unless_given():
     assert Objective(epsilon=0.2, epsilon_high=0.0).epsilon_high == 0.0
 
 
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
-        (
-            {"loss_type": "ppo"},
-            f"loss_type must be one of {', '.join(LOSS_TYPES)}, got 'ppo'",
-        ),
-        ({"importance_sampling_level": "word"}, "importance_sampling_level must be one of token, sequence, got 'word'"),
-        ({"kl": "k4"}, "kl must be one of k1, k2, k3, abs, full, got 'k4'"),
-        ({"epsilon": -0.1}, r"epsilon must be in \[0, 1\), got -0.1"),
-        ({"epsilon": 1.0}, r"epsilon must be in \[0, 1\), got 1.0"),
-        ({"epsilon": math.nan, "epsilon_high": 0.2}, "epsilon must be finite, got nan"),
-        ({"epsilon_high": -0.1}, "epsilon_high must be at least 0, got -0.1"),
-        ({"epsilon_high": math.inf}, "epsilon_high must be finite, got inf"),
-        ({"delta": 0.0}, "delta must be positive, got 0.0"),
-        ({"delta": math.nan}, "delta must be finite, got nan"),
-        ({"beta": -0.1}, "beta must be at least 0, got -0.1"),
-        ({"beta": math.inf}, "beta must be finite, got inf"),
-        ({"beta": math.nan}, "beta must be finite, got nan"),
-        ({"loss_type": "dr_grpo"}, "dr_grpo needs max_completion_length, .* got None"),
-        ({"loss_type": "dr_grpo", "max_completion_length": 0}, "max_completion_length must be at least 1, got 0"),
-        ({"loss_type": "dr_grpo", "max_completion_length": math.inf}, "max_completion_length must be finite, got inf"),
-        ({"loss_type": "dr_grpo", "max_completion_length": "8"}, "max_completion_length must be a number, got '8'"),
-        ({"loss_type": "cispo", "epsilon_high": "5"}, "epsilon_high must be a number, got '5'"),
-        ({"loss_type": ["dapo"]}, r"loss_type must be one of .*, got \['dapo'\]"),
-        ({"beta": None}, "beta must be a number, got None"),
-        ({"epsilon": None}, "epsilon must be a number, got None"),
-    ],
-)
-def test_errors_name_the_knob(knobs, message):
-    with pytest.raises(ValueError, match=message):
-        Objective(**knobs)
-
-
-def test_frozen():
+def test_an_objective_is_a_frozen_value():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Objective().beta = 0.1
     assert hash(Objective()) == hash(Objective(epsilon_high=0.2))
 
 
-@pytest.mark.parametrize(
-    "knobs, message",
-    [
-        ({"loss_type": "luspo"}, "luspo.*importance_sampling_level='sequence'"),
-        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "vespo.*importance_sampling_level='token'"),
-        ({"loss_type": "cispo"}, "cispo needs epsilon_high"),
-        ({"loss_type": "cispo", "epsilon_high": 0.28}, "cispo needs epsilon_high"),
-        ({"loss_type": "sapo", "delta": 2.0}, "delta"),
-        ({"loss_type": "sapo", "sapo_temperature_neg": 0.0}, "sapo_temperature_neg must be positive"),
-        ({"loss_type": "vespo", "vespo_lambda_pos": 0.0}, "vespo_lambda_pos must be positive"),
-        ({"vespo_k_neg": -1.0}, "vespo_k_neg must be at least 0"),
-        ({"kl": "k4"}, "kl must be one of"),
-        ({"kl": "full", "use_bias_correction_kl": True}, "use_bias_correction_kl .* kl='full' is no estimate"),
-        ({"importance_sampling_mode": "tis"}, "importance_sampling_mode must be one of"),
-        ({"importance_sampling_clip_min": 3.0}, "importance_sampling_clip_min"),
-        ({"entropy_coef": float("nan")}, "entropy_coef must be finite"),
-    ],
-)
-def test_refuses_what_would_be_wrong(knobs, message):
-    with pytest.raises(ValueError, match=message):
-        Objective(**knobs)
+# the knob that the error names, and settings that are refused
+REFUSED = [
+    ("loss_type", {"loss_type": "ppo"}, {"loss_type": ["dapo"]}),
+    ("importance_sampling_level", {"importance_sampling_level": "word"}, {"loss_type": "luspo"},
+     {"loss_type": "vespo", "importance_sampling_level": "sequence"}),
+    ("kl", {"kl": "k4"}, {"kl": "full", "use_bias_correction_kl": True}),
+    ("epsilon", {"epsilon": -0.1}, {"epsilon": 1.0}, {"epsilon": NAN, "epsilon_high": 0.2}, {"epsilon": None}),
+    ("epsilon_high", {"epsilon_high": -0.1}, {"epsilon_high": INF}, {"loss_type": "cispo"},
+     {"loss_type": "cispo", "epsilon_high": 0.28}, {"loss_type": "cispo", "epsilon_high": "5"}),
+    ("delta", {"delta": 0.0}, {"delta": NAN}, {"loss_type": "sapo", "delta": 2.0}),
+    ("beta", {"beta": -0.1}, {"beta": INF}, {"beta": NAN}, {"beta": None}),
+    ("max_completion_length", *({"loss_type": "dr_grpo", "max_completion_length": x} for x in (None, 0, INF, "8"))),
+    ("sapo_temperature_neg", {"loss_type": "sapo", "sapo_temperature_neg": 0.0}),
+    ("vespo_lambda_pos", {"loss_type": "vespo", "vespo_lambda_pos": 0.0}),
+    ("vespo_k_neg", {"vespo_k_neg": -1.0}),
+    ("importance_sampling_mode", {"importance_sampling_mode": "tis"}),
+    ("importance_sampling_clip_min", {"importance_sampling_clip_min": 3.0}),
+    ("entropy_coef", {"entropy_coef": NAN}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("knob", "settings"), [(knob, each) for knob, *settings in REFUSED for each in settings])
+def test_wrong_knobs_are_refused_by_name(knob, settings):
+    with pytest.raises(ValueError, match=rf"\b{knob}\b"):
+        Objective(**settings)
 
 
 @pytest.mark.parametrize(
-    "interval, text, inside, outside",
+    ("interval", "inside", "outside"),
     [
-        (Interval(), "", (-5, 0, 1e9), ()),
-        (Interval(above=0), "positive", (1e-9, 7), (0, -1)),
-        (Interval(at_least=2), "at least 2", (2, 3), (1,)),
-        (Interval(above=0, at_most=1), r"in \(0, 1\]", (0.1, 1), (0, 1.1)),
-        (Interval(at_least=0, below=1), r"in \[0, 1\)", (0, 0.9), (1, -0.1)),
+        (Interval(), (-5, 0, 1e9), ()),
+        (Interval(above=0), (1e-9, 7), (0, -1)),
+        (Interval(at_least=2), (2, 3), (1,)),
+        (Interval(above=0, at_most=1), (0.1, 1), (0, 1.1)),
+        (Interval(at_least=0, below=1), (0, 0.9), (1, -0.1)),
     ],
 )
-def test_intervals(interval, text, inside, outside):
+def test_intervals(interval, inside, outside):
     for value in inside:
         interval.check("x", value)
-    for value in outside:
-        with pytest.raises(ValueError, match=f"^x must be {text}, got {value}$"):
-            interval.check("x", value)
-    for value in ("1", None, True, [1], 1j):
-        with pytest.raises(ValueError, match=f"^x must be a number, got {re.escape(repr(value))}$"):
-            interval.check("x", value)
-    for value in (math.nan, math.inf, -math.inf):
-        with pytest.raises(ValueError, match=f"^x must be finite, got {value}$"):
+    for value in (*outside, "1", None, True, [1], 1j, NAN, INF, -INF):
+        with pytest.raises(ValueError, match=r"^x must be "):
             interval.check("x", value)

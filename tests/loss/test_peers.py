@@ -1,13 +1,15 @@
 """Every objective that TRL or Liger has too: values and gradients of their own code, on the CPU in fp32."""
 
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from objective_cases import CASES, SAMPLER_CASES, assert_close, leaves, problem, run
+from objective_cases import CASES, SAMPLER_CASES
+from oracle import assert_close, padded_case, run
 
-from fastgrpo import Objective
+from fastgrpo import Objective, linear_grpo_loss
 from fastgrpo.kernels import reference
 
 
@@ -24,11 +26,11 @@ def trl_importance(p, objective):
     return ratio.masked_fill(outside, 0.0)
 
 
-def run_trl(p, knobs, *, old=True, sampler=False):
+def run_trl(p, knobs):
     """GRPOTrainer._compute_loss itself, on a stand-in that holds what it reads."""
     trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed").GRPOTrainer
-    objective = Objective(**knobs)
-    hidden, weight, bias = leaves(p)
+    objective, sampler = Objective(**knobs), p.sampler_logps is not None
+    hidden, weight, bias = p.head().values()
     shape = p.targets.shape
 
     def logps_and_entropies(*args, **kwargs):
@@ -59,16 +61,16 @@ def run_trl(p, knobs, *, old=True, sampler=False):
         "prompt_ids": nothing, "prompt_mask": nothing, "completion_ids": p.targets, "completion_mask": p.mask.long(),
         "advantages": p.advantages, "num_items_in_batch": p.mask.sum(), "ref_per_token_logps": p.ref_logps,
     }  # fmt: skip
-    if old:
+    if p.old_logps is not None:
         inputs["old_per_token_logps"] = p.old_logps
     if sampler:
         inputs["importance_sampling_ratio"] = trl_importance(p, objective)
     loss = trainer._compute_loss(stand_in, None, inputs)
     loss.backward()
-    return loss.detach(), [hidden.grad, weight.grad, bias.grad]
+    return loss.detach(), {"hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad}
 
 
-def run_liger(p, knobs, *, old=True, sampler=False):
+def run_liger(p, knobs):
     """LigerFusedLinearGRPOLoss on the CPU, its plain path."""
     liger = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss", reason="Liger is not installed")
     objective = Objective(**knobs)
@@ -79,62 +81,54 @@ def run_liger(p, knobs, *, old=True, sampler=False):
         compiled=False, use_ref_model=objective.beta != 0, chunk_size=2, temperature=p.temperature,
         epsilon_low=objective.epsilon, **{name: getattr(objective, name) for name in names},
     )  # fmt: skip
-    hidden, weight, bias = leaves(p)
+    hidden, weight, bias = p.head().values()
     loss, _ = module(
         hidden, weight, p.targets, p.mask.float(), p.advantages, bias=bias, ref_per_token_logps=p.ref_logps,
-        old_per_token_logps=p.old_logps if old else None,
-        vllm_is_ratio=trl_importance(p, objective) if sampler else None,
+        old_per_token_logps=p.old_logps,
+        vllm_is_ratio=None if p.sampler_logps is None else trl_importance(p, objective),
     )  # fmt: skip
     loss.backward()
-    return loss.detach(), [hidden.grad, weight.grad, bias.grad]
+    return loss.detach(), {"hidden": hidden.grad, "weight": weight.grad, "bias": bias.grad}
 
 
-def check_against(others, p, knobs, old, sampler=False):
-    loss, grads = others(p, knobs, old=old, sampler=sampler)
-    out, own = run(p, knobs, old=old, sampler=sampler)
+def check_against(others, p, knobs):
+    loss, gradients = others(p, knobs)
+    out, own = run(p, linear_grpo_loss, **knobs)
     assert abs(out.loss - loss) <= 3e-6 * max(abs(loss), 1)  # its terms are larger, of both signs
-    for actual, expected in zip(own, grads, strict=True):
-        assert_close(actual, expected, 3e-6)
+    assert_close(own, gradients, 3e-6)
 
 
-@pytest.mark.parametrize("old", [True, False], ids=["old", "first-update"])
-@pytest.mark.parametrize("name", CASES)
+def batch(name="", old=True, **more):
+    case = padded_case(dtype=torch.float32, old=old, **more)
+    return case if name in SAMPLER_CASES else replace(case, sampler_logps=None)
+
+
+EVERY = CASES | SAMPLER_CASES
+RUNS = [(name, old) for name in EVERY for old in (True, False) if old or name in CASES]
+
+
+@pytest.mark.parametrize(("name", "old"), RUNS)
 def test_equals_trl(name, old):
-    check_against(run_trl, problem(torch.float32), CASES[name], old)
+    check_against(run_trl, batch(name, old), EVERY[name])
 
 
-@pytest.mark.parametrize("name", SAMPLER_CASES)
-def test_equals_trl_with_a_sampler(name):
-    check_against(run_trl, problem(torch.float32), SAMPLER_CASES[name], old=True, sampler=True)
-
-
-def in_liger(name, knobs):
+def in_liger(name):
     """Whether Liger has the case and computes it as the paper says."""
+    knobs = EVERY[name]
     sequence = knobs.get("importance_sampling_level") == "sequence"
     padded_luspo = knobs.get("loss_type") == "luspo" and (knobs.get("beta") or name in SAMPLER_CASES)
     soft_sequence = sequence and knobs.get("loss_type") in ("cispo", "sapo")
     return not (padded_luspo or soft_sequence or knobs.get("entropy_coef"))
 
 
-@pytest.mark.parametrize("old", [True, False], ids=["old", "first-update"])
-@pytest.mark.parametrize("name", [name for name, knobs in CASES.items() if in_liger(name, knobs)])
+@pytest.mark.parametrize(("name", "old"), [run for run in RUNS if in_liger(run[0])])
 def test_equals_liger(name, old):
-    check_against(run_liger, problem(torch.float32), CASES[name], old)
-
-
-@pytest.mark.parametrize("name", [name for name, knobs in SAMPLER_CASES.items() if in_liger(name, knobs)])
-def test_equals_liger_with_a_sampler(name):
-    check_against(run_liger, problem(torch.float32), SAMPLER_CASES[name], old=True, sampler=True)
+    check_against(run_liger, batch(name, old), EVERY[name])
 
 
 @pytest.mark.parametrize("name", ["luspo-k3", "luspo-corrected"])
 def test_luspo_with_a_kl_equals_liger_without_padding_alone(name):
     """Liger multiplies by the length, then averages over the padded width and what lies in the padding."""
-    full = problem(torch.float32, lengths=(7, 7, 7, 7))
-    check_against(run_liger, full, CASES[name], old=True)
-    ragged = problem(torch.float32)
-    theirs, _ = run_liger(ragged, CASES[name])
-    trls, _ = run_trl(ragged, CASES[name])
-    ours, _ = run(ragged, CASES[name])
-    assert_close(ours.loss, trls, 1e-6)
+    check_against(run_liger, batch(lengths=(7, 7, 7, 7)), CASES[name])
+    theirs, trls = (others(batch(), CASES[name])[0] for others in (run_liger, run_trl))
     assert abs(theirs - trls) > 1e-2 * abs(trls)

@@ -1,14 +1,10 @@
-"""The truth of the losses, for every test of them, and packed batches to try the losses on.
-
-The truth is kernels/reference.py on full logits, differentiated by autograd: `truth_of` of heads.py. The tests of the
-Triton kernels (heads.py) and of the objectives (objective_cases.py) have the same one.
+"""Batches to try the losses on, and their truth: kernels/reference.py on full logits, differentiated by autograd.
 
 Shapes: N tokens, M kept tokens, V vocabulary, D hidden, S sequences.
 """
 
 import math
 from dataclasses import dataclass, fields, replace
-from itertools import product
 
 import pytest
 import torch
@@ -17,64 +13,73 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgrpo import Objective
 from fastgrpo.kernels import head_torch, reference
-from fastgrpo.kernels.objectives import PolicyRows, compute_dtype
+from fastgrpo.kernels.objectives import PolicyRows
 
-PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "mv", "addmv", "matmul", "linear")
 CHUNKS = pytest.mark.parametrize("chunk", [None, 4], ids=["one-chunk", "chunks"])
-KNOBS = {"none": {"beta": 0.0}, "k1": {"kl": "k1"}, "k2": {"kl": "k2"}, "k3": {"kl": "k3"}}
-OBJECTIVES = [
-    pytest.param({"loss_type": loss_type, "importance_sampling_level": level, "beta": 0.1, **KNOBS[kl],
-                  "max_completion_length": 8 if loss_type == "dr_grpo" else None},
-                 id=f"{loss_type}-{level}-{kl}")
-    for loss_type, level, kl in product(("grpo", "bnpo", "dapo", "dr_grpo"), ("token", "sequence"), KNOBS)
-]  # fmt: skip
-
-
-def kept_truth(leaves, rows, objective, grad_output=1.0):
-    """(loss, logps [M], metrics, gradients) of the kept tokens (a PolicyRows) of the leaves, hidden [N, D] whole."""
-    kept = leaves | {"hidden": leaves["hidden"][rows.index]}
-    found = truth_of(kept, rows.targets, scalar_of(rows, objective), temperature=rows.temperature)
-    found |= {name: grad_output * found[name] for name in leaves}
-    hidden = torch.zeros_like(leaves["hidden"]).index_copy_(0, rows.index, found["hidden"])
-    gradients = {name: found[name] for name in leaves} | {"hidden": hidden}
-    return found["loss"], found["logps"], policy_loss(found["logps"], rows, objective)[1], gradients
+HEAD = ("hidden", "weight", "bias")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A packed batch. hidden [N, D], weight [V, D], bias [V] or None; per token [N]; cu_seqlens [S+1]."""
+    """A batch: packed with hidden [N, D], [N] a token and cu_seqlens [S+1], or padded with hidden [B, T, D], [B, T]."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
     targets: torch.Tensor
-    advantages: torch.Tensor
+    advantages: torch.Tensor  # per token, or per sequence
     mask: torch.Tensor
-    cu_seqlens: torch.Tensor
+    cu_seqlens: torch.Tensor | None = None
     old_logps: torch.Tensor | None = None
     ref_logps: torch.Tensor | None = None
+    sampler_logps: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     temperature: float | torch.Tensor = 1.0
 
     def head(self):
         """The arguments that carry gradient, as fresh leaves."""
-        return {
-            name: getattr(self, name).detach().clone().requires_grad_()
-            for name in ("hidden", "weight", "bias")
-            if getattr(self, name) is not None
-        }
+        tensors = {name: getattr(self, name) for name in HEAD}
+        return {name: x.detach().clone().requires_grad_() for name, x in tensors.items() if x is not None}
 
     def rest(self):
         """All other arguments of linear_grpo_loss."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("hidden", "weight", "bias")}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in HEAD}
+
+    def per_token(self):
+        """The tensors that have a value a token, by name."""
+        found = {name: x for name, x in self.rest().items() if getattr(x, "shape", None) == self.targets.shape}
+        return {name: x for name, x in found.items() if name != "cu_seqlens"}
 
     def to(self, dtype):
-        """The floating-point tensors of the head in another dtype; per-token numbers stay as they are."""
-        return replace(self, **{name: getattr(self, name).detach().to(dtype) for name in self.head()})
+        """The tensors of the head in another dtype; per-token numbers stay."""
+        return replace(self, **{name: x.detach().to(dtype) for name, x in self.head().items()})
+
+    def starts(self):
+        """cu_seqlens, of the padded layout too."""
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens
+        rows, width = self.mask.shape
+        return torch.arange(rows + 1) * width
+
+    def packed(self):
+        """The tokens in the mask, without padding."""
+        keep, starts = self.mask, self.starts()
+        counts = torch.stack([part.sum() for part in self.mask.flatten().split(starts.diff().tolist())])
+        return replace(
+            self, hidden=self.hidden[keep], cu_seqlens=torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
+            **{name: x[keep] for name, x in self.per_token().items()},
+        )  # fmt: skip
+
+    def poisoned(self):
+        """NaN and -100 where the mask is off: these places must never be read."""
+        off = ~self.mask
+        changed = {name: x.masked_fill(off, torch.nan) for name, x in self.per_token().items() if x.is_floating_point()}
+        hidden = self.hidden.masked_fill(off[..., None], torch.nan)
+        return replace(self, hidden=hidden, **changed, targets=self.targets.masked_fill(off, -100))
 
 
-def make_case(lengths=(5, 1, 7, 3), vocab=11, dim=6, dtype=torch.float64, old=True, ref=True, bias=False,
+def make_case(lengths=(5, 1, 7, 3), vocab=11, dim=6, dtype=torch.float64, old=True, ref=True, sampler=False, bias=False,
               per_token_temperature=False, masked=0.25):  # fmt: skip
-    """Random logits of deviation about 1.5; old and ref near enough for both sides of the clip to be met."""
+    """Draw a packed batch: logits of deviation about 1.5; old and ref near enough for both sides of the clip."""
     total = sum(lengths)
     number = {"dtype": torch.float64 if dtype == torch.float64 else torch.float32}
     hidden = torch.randn(total, dim, dtype=dtype)
@@ -84,40 +89,69 @@ def make_case(lengths=(5, 1, 7, 3), vocab=11, dim=6, dtype=torch.float64, old=Tr
     temperature = torch.rand(total, **number) + 0.6 if per_token_temperature else 0.8
     logps = reference.linear_logprob(hidden, weight, targets, bias=the_bias, temperature=temperature)
     mask = torch.rand(total) >= masked
-    mask[0] = True
+    mask[:1] = True
+    advantages = torch.randn(total, **number)
+    old_logps, ref_logps = (logps + scale * torch.randn(total, **number) for scale in (0.4, 0.5))
     return Case(
-        hidden,
-        weight,
-        targets,
-        torch.randn(total, **number),
-        mask,
-        torch.tensor([0, *lengths]).cumsum(0),
-        (logps + 0.4 * torch.randn(total, **number)) if old else None,
-        (logps + 0.5 * torch.randn(total, **number)) if ref else None,
-        the_bias,
+        hidden, weight, targets, advantages, mask, torch.tensor([0, *lengths]).cumsum(0), old_logps if old else None,
+        ref_logps if ref else None, old_logps + 0.2 * torch.randn(total, **number) if sampler else None, the_bias,
         temperature,
-    )
+    )  # fmt: skip
 
 
-def truth(case, *, num_items_in_batch=None, token_weights=None, grad_output=1.0, dtype=None, **knobs):
-    """(loss, logps [M], metrics, gradients {hidden, weight, bias}) of the tokens in the mask.
+def padded_case(lengths=(7, 4, 6, 0, 5, 2), width=7, **knobs):
+    """Draw a padded batch with an advantage a sequence, the third of which is 0."""
+    knobs = {"vocab": 23, "bias": True, "masked": 0, "sampler": True, **knobs}
+    case = make_case((width,) * len(lengths), **knobs)
+    shape = len(lengths), width
+    changed = {name: x.view(shape) for name, x in case.per_token().items()}
+    changed["mask"] = torch.arange(width) < torch.tensor(lengths)[:, None]
+    advantages = torch.tensor([1.3, -0.7, 0.0, 0.9, -1.1, 0.4], dtype=case.advantages.dtype)
+    changed |= {"advantages": advantages[: len(lengths)], "hidden": case.hidden.view(*shape, -1)}
+    return replace(case, cu_seqlens=None, **changed)
+
+
+def token_weights(objective, mask, starts, items=None):
+    """The weights w_n [N] in fp64 from Python's floats, by the table of docs/objectives.md."""
+    counts = [int(part.sum()) for part in mask.flatten().split(starts.diff().tolist())]
+    sequences, here = len(counts), max(sum(counts), 1)
+    step = here if items is None else max(items, 1)
+    by_type = {
+        "grpo": [1 / (sequences * max(count, 1)) for count in counts],
+        "bnpo": [1 / here] * sequences,
+        "dapo": [1 / step] * sequences,
+        "dr_grpo": [1 / (sequences * (objective.max_completion_length or 1))] * sequences,
+        "luspo": [1 / sequences] * sequences,
+    }
+    by_type |= {"sapo": by_type["grpo"], "cispo": by_type["dapo"], "vespo": by_type["dapo"]}
+    weights = torch.tensor(by_type[objective.loss_type], dtype=torch.float64).repeat_interleave(starts.diff())
+    return weights * mask.flatten(), objective.entropy_coef / step * mask.flatten().double()
+
+
+def truth(case, *, rows=None, num_items_in_batch=None, weights=None, grad_output=1.0, dtype=None, **knobs):
+    """(loss, logps [M], metrics, gradients {hidden, weight, bias}) of the tokens in the mask, or of `rows`.
 
     dtype: compute there, from the same (already rounded) inputs; gradients come in that dtype too.
     """
-    objective = Objective(**knobs)
-    keep = case.mask.nonzero()[:, 0]
-    weights = token_weights
-    if weights is None:
-        exact = compute_dtype(case.hidden)
-        weights = objective.token_weights(case.mask, case.cu_seqlens, num_items_in_batch, exact)
-    case = case if dtype is None else case.to(dtype)
-    per_token = {
-        "targets": case.targets, "advantages": case.advantages, "weights": weights, "old_logps": case.old_logps,
-        "ref_logps": case.ref_logps, "temperature": case.temperature,
-    }  # fmt: skip
-    kept = {name: x[keep] if isinstance(x, torch.Tensor) else x for name, x in per_token.items()}
-    rows = PolicyRows(index=keep, lengths=torch.searchsorted(keep, case.cu_seqlens).diff(), **kept)
-    return kept_truth(case.head(), rows, objective, grad_output)
+    objective, starts = Objective(**knobs), case.starts()
+    keep = case.mask.flatten().nonzero()[:, 0] if rows is None else rows
+    w, e = token_weights(objective, case.mask, starts, num_items_in_batch)
+    advantages = case.advantages
+    if advantages.shape != case.targets.shape:
+        advantages = advantages.repeat_interleave(starts.diff())
+    per_token = {name: getattr(case, name) for name in ("targets", "old_logps", "ref_logps", "sampler_logps")}
+    per_token |= {"temperature": case.temperature, "advantages": advantages}
+    per_token |= {"weights": w if weights is None else weights * case.mask}
+    per_token |= {"entropy_weights": e if objective.entropy_coef else None}
+    kept = {name: x.flatten()[keep] if isinstance(x, torch.Tensor) else x for name, x in per_token.items()}
+    chosen = PolicyRows(index=keep, lengths=torch.searchsorted(keep, starts).diff(), **kept)
+    leaves = (case if dtype is None else case.to(dtype)).head()
+    flat = leaves["hidden"].flatten(0, -2)
+    found = truth_of(leaves | {"hidden": flat[keep]}, chosen.targets, scalar_of(chosen, objective),
+                     temperature=chosen.temperature)  # fmt: skip
+    hidden = torch.zeros_like(flat).index_copy_(0, keep, found["hidden"]).view_as(leaves["hidden"])
+    gradients = {name: grad_output * ({**found, "hidden": hidden}[name]).detach() for name in leaves}
+    return found["loss"], found["logps"], policy_loss(found["logps"], chosen, objective)[1], gradients
 
 
 def run(case, loss, grad_output=1.0, **knobs):
@@ -126,6 +160,19 @@ def run(case, loss, grad_output=1.0, **knobs):
     output = loss(**head, **case.rest(), **knobs)
     output.loss.backward(torch.tensor(grad_output, dtype=output.loss.dtype))
     return output, {name: tensor.grad for name, tensor in head.items()}
+
+
+def assert_close(actual, expected, tolerance):
+    """Relative to the largest entry of what is expected; by name for dicts."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_close(actual[name], value, tolerance)
+        return
+    assert actual.shape == expected.shape
+    if actual.numel():
+        scale = expected.abs().max().clamp(min=1e-30)
+        assert ((actual - expected).abs().max() / scale).item() <= tolerance, (actual, expected)
 
 
 def hand_case():
@@ -148,30 +195,17 @@ def set_chunk(monkeypatch, rows):
 class Products(TorchDispatchMode):
     """Records the shapes (n, k, m) of every matrix product run inside it, in order."""
 
+    NAMES = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "mv", "addmv", "matmul", "linear")
+
     def __init__(self):
         super().__init__()
         self.shapes = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in PRODUCTS:
+        if func.overloadpacket.__name__ in self.NAMES:
             left, right = [a for a in args if isinstance(a, torch.Tensor)][-2:]
             self.shapes.append((left.shape[0], left.shape[1], right.shape[-1]))
         return func(*args, **(kwargs or {}))
 
     def __len__(self):
         return len(self.shapes)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the number of bytes of the largest storage that any operation inside it returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, torch.Tensor):
-                self.nbytes = max(self.nbytes, value.untyped_storage().nbytes())
-        return result
