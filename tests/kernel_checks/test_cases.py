@@ -37,10 +37,6 @@ def check(case, mode):
     assert errors and Line(case.name, mode, errors).reason is None, errors
 
 
-def test_names_are_unique():
-    assert len({case.name for case in CASES}) == len(CASES)
-
-
 @pytest.mark.parametrize("case", named("cpu"))
 def test_without_triton(case):
     check(case, "cpu")
@@ -49,17 +45,12 @@ def test_without_triton(case):
 def test_interpreted():
     """In one process, as in `doctor --check` where none fails."""
     pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-c", RUN],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "FASTGRPO_SELF_CHECK": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = os.environ | {"TRITON_INTERPRET": "1", "FASTGRPO_SELF_CHECK": "0"}
+    how = {"capture_output": True, "text": True, "check": False}
+    done = subprocess.run([sys.executable, "-c", RUN], cwd=ROOT, env=environment, **how)
     assert done.returncode == 0, done.stderr[-3000:]
     found, launched = json.loads(done.stdout.splitlines()[-1])
-    assert found.keys() == {case.name for case in CASES if "interpreter" in case.modes}
+    assert len(found) == sum("interpreter" in case.modes for case in CASES)  # names are unique
     lines = [Line(name, "interpreter", errors) for name, errors in found.items()]
     assert not [str(line) for line in lines if line.reason or not line.errors]
     texts = "".join(path.read_text() for path in (ROOT / "kernels").glob("*.py"))
@@ -75,41 +66,30 @@ def test_on_a_gpu(case, monkeypatch):
     check(case, "gpu")
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_a_wrong_value_of_a_head_is_beyond_what_is_allowed(dtype):
+def test_a_wrong_value_of_a_head_is_beyond_what_is_allowed():
     torch.manual_seed(0)
-    leaves, tokens = cases.random_head(20, 8, 30, dtype, bias=True, softcap=5.0)
+    leaves, tokens = cases.random_head(20, 8, 30, torch.bfloat16, bias=True, softcap=5.0)
     how = (leaves, 5.0, lambda logits: cases.loss_of_logits(logits, objective=cases.DAPO, **tokens))
     true, simple = cases.exact(*how), cases.plain(*how)
     right = cases.judge(simple, true, simple)
     assert right.keys() == {"logps", "loss", "hidden", "weight", "bias"}
-    assert all(0 <= error <= allowed for error, allowed in right.values())
-    assert all((allowed > 1e-4) == (dtype == torch.bfloat16) for name, (_, allowed) in right.items()
-               if name in leaves)  # fmt: skip
-    for name in right:
-        wrong = cases.judge({name: true[name] * (1 + 2 * FACTORS[name] * right[name][1]) + 1e-3}, true, simple)
+    for name, (error, allowed) in right.items():
+        assert 0 <= error <= allowed < 0.02
+        wrong = cases.judge({name: true[name] * (1 + 2 * FACTORS[name] * allowed) + 1e-3}, true, simple)
         assert wrong[name][0] > wrong[name][1], name
 
 
-@pytest.mark.parametrize("filters", ({}, {"top_k": 5}, {"top_p": 0.8, "min_p": 0.01}), ids=str)
-@pytest.mark.parametrize("temperature", (0.8, 0))
-def test_wrong_draws_are_found(filters, temperature, monkeypatch):
+@pytest.mark.parametrize("how", ({"temperature": 0}, {"temperature": 0.8, "top_p": 0.8, "min_p": 0.01}), ids=str)
+def test_wrong_draws_are_found(how, monkeypatch):
     """The reference draws in place of the kernel; then other tokens, and another kept mass."""
-    drawn, changed = {}, {}
-
-    def sample(logits, uniforms, **how):
-        drawn["values"] = dict(zip(("tokens", "logps", "kept"), reference.sample(logits, uniforms, **how), strict=True))
-        return tuple((drawn["values"] | changed).values())
-
-    monkeypatch.setattr(cases, "sample", sample, raising=False)
+    monkeypatch.setattr(cases, "sample", reference.sample, raising=False)
     torch.manual_seed(0)
-    trial = cases.draws("interpreter", torch.float, temperature=temperature, **filters)
-    assert Line("", "cpu", trial.judge(trial.ours())).reason is None
-    changed["tokens"] = (drawn["values"]["tokens"] + 1) % 150
-    errors = trial.judge(trial.ours())
+    trial = cases.draws("interpreter", torch.float, **how)
+    tokens, logps, kept = trial.ours()
+    assert Line("", "cpu", trial.judge((tokens, logps, kept))).reason is None
+    errors = trial.judge(((tokens + 1) % 150, logps, kept))
     assert errors["wrong tokens"][0] > 0.5 and errors["logps"][0] > errors["logps"][1]
-    changed = {"kept": drawn["values"]["kept"] + 0.01}
-    assert trial.judge(tuple((drawn["values"] | changed).values()))["kept"][0] > 1e-6
+    assert trial.judge((tokens, logps, kept + 0.01))["kept"][0] > 1e-6
 
 
 def test_wrong_attention_is_found(monkeypatch):

@@ -13,57 +13,39 @@ from fastgrpo.kernel_checks import cases, runner
 TABLE = "planted_cases:CASES"
 
 
-@pytest.fixture
-def planted(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests' / 'support'}")
-
-
-def test_a_planted_error_fails_the_command(planted, monkeypatch, capsys):
+def test_planted_errors_fail_the_command_and_end_their_child(monkeypatch, capsys):
     """The wrong value, the crash and the failed launch cost their own lines; right kernels beside them pass."""
+    started, popen = [], runner.subprocess.Popen
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests' / 'support'}")
+    monkeypatch.setattr(runner.subprocess, "Popen", lambda *args, **how: started.append(args) or popen(*args, **how))
     monkeypatch.setattr(runner, "modes_here", lambda: ("cpu",))
     monkeypatch.setattr(runner.check_all, "__defaults__", (TABLE,))
-    monkeypatch.setattr(runner.check, "__defaults__", (60.0, len(CASES) - 1))
+    monkeypatch.setattr(runner.check, "__defaults__", (60.0, len(CASES)))
     assert doctor.main(["--check"]) == 1
     out = capsys.readouterr().out
     table = {line.split("  ")[0]: line for line in out[out.index(runner.HEADER) :].splitlines()}
-    assert all(" pass " in table[name] for name in ("right", "right again"))
-    assert all(" FAIL " in table[name] for name in ("wrong", "crash", "too large"))
+    assert {name for name in ("right", "wrong", "crash", "too large") if " FAIL " in table[name]} == {
+        "wrong", "crash", "too large"}  # fmt: skip
     assert "value: 1.0e-03 (1.0e-05)" in table["wrong"]
-    assert "    killed by SIGSEGV" in out
-    assert "OutOfResources: out of resource: shared memory, Required: 106496, Hardware limit: 101376" in out
-    assert "2 of 5 checks passed" in out
+    assert "    killed by SIGSEGV" in out and "OutOfResources" in out and "1 of 4 checks passed" in out
+    assert len(started) == 3  # the first child goes on after a check that passes
 
 
-def test_nan_is_beyond_every_limit():
-    errors = {"right": (1e-6, 1e-5), "value": (float("nan"), 1e-5), "none": (0.0, 0.0)}
-    assert runner.Line("", "cpu", errors).reason == "the error of value is nan, and 1.0e-05 is allowed"
-    assert runner.Line("", "cpu", {"none": (0.0, 0.0)}).reason is None
-    assert runner.Line("", "cpu", {"none": (1e-9, 0.0)}).reason is not None
-
-
-@pytest.mark.parametrize("pair", ((0.0, math.nan), (math.nan, math.nan), (math.nan, 0.0)), ids=str)
+@pytest.mark.parametrize("pair", ((0.0, math.nan), (math.nan, math.nan), (math.nan, 0.0), (1e-9, 0.0)), ids=str)
 @pytest.mark.parametrize("place", range(3))
-def test_nan_in_any_place_fails(pair, place):
+def test_nan_and_errors_without_allowance_fail_in_any_place(pair, place):
     """Also where plain PyTorch has NaN, and wherever the entry stands among others."""
     entries = [("near", (9e-6, 1e-5)), ("far", (1e-9, 1e-5))]
+    assert runner.Line("", "cpu", dict(entries)).reason is None
     entries.insert(place, ("value", pair))
     line = runner.Line("", "cpu", dict(entries))
     assert line.reason.startswith("the error of value is ") and line.worst[0] == "value"
-
-
-def test_a_child_goes_on_until_a_check_fails(planted, monkeypatch):
-    """The children's numbers: a crash, a wrong value and a failed launch were the last of their children."""
-    started, popen = [], runner.subprocess.Popen
-    monkeypatch.setattr(runner.subprocess, "Popen", lambda *args, **how: started.append(args) or popen(*args, **how))
-    children = {line.name: len(started) for line in runner.check(TABLE, "cpu", most=5)}
-    assert children == {"right": 1, "wrong": 1, "crash": 2, "too large": 3, "right again": 4}
 
 
 @pytest.mark.parametrize(
     ("code", "problem"),
     (
         ("pass", "it ended without a result"),
-        ("raise KeyError('gone')", "KeyError: 'gone'"),
         ("print('a.b.CudaError: bad access\\nset THIS for more', file=sys.stderr); sys.exit(3)",
          "a.b.CudaError: bad access"),
         ("raise TypeError('at 12:4:\\nunsupported operand')", "TypeError: at 12:4: unsupported operand"),
