@@ -1,12 +1,11 @@
-"""Ahead-of-time compilation of the Triton kernels with no GPU: what each would run with on sm_80, sm_89, sm_90, sm_100.
+"""Ahead-of-time compilation of the Triton kernels with no GPU: what each would run with on a GPU.
 
-A kernel that spills is a kernel that is slow; one without matrix instructions computes nothing; one that asks for more
-shared memory than there is fails at its first launch. The compiler checks none of it. LOCAL in the resource usage reads
-0 for kernels that spill: the stack and the machine code's own STL and LDL are what tells.
+A kernel that spills is slow, one without matrix instructions computes nothing, and one that asks for more shared memory
+than there is fails at its first launch. The compiler checks none of it. LOCAL in the resource usage reads 0 for kernels
+that spill: the stack and the machine code's own STL and LDL tell.
 
-The compilations of the selected tests run in threads, as many as there are cores. Every launch is compiled at sm_80,
-sm_90 and sm_100 in its base form and in the one with every option. Marked slow are sm_89 and sm_120, depths that are no
-multiple of the block, and options one at a time where the form with all of them needs more registers and the same code.
+Every kernel is compiled once for sm_90. Marked slow are all variants for five GPUs, and the comparison of their machine
+code with the committed table. The compilations of the selected tests run in threads, as many as there are cores.
 """
 
 import json
@@ -21,7 +20,7 @@ triton = pytest.importorskip("triton")
 
 import torch  # noqa: E402
 from compilation import NAMES, Compilation  # noqa: E402
-from machine_code import TABLE, Budget, budgets, measure, write_budgets  # noqa: E402
+from machine_code import TABLE, budgets, measure, write_budgets  # noqa: E402
 
 from fastgrpo.kernels import decode, launch, sampling  # noqa: E402
 from fastgrpo.kernels import head as head_kernels  # noqa: E402
@@ -29,77 +28,11 @@ from fastgrpo.kernels import logits as logits_kernels  # noqa: E402
 
 pytestmark = pytest.mark.skipif(launch.INTERPRET, reason="compiled kernels need a process without TRITON_INTERPRET")
 
-ORDINARY, RARE = (80, 90, 100), (89, 120)
+CAPABILITIES = (80, 89, 90, 100, 120)
 # Arguments that some variants leave out.
 OPTIONS = {"bias": ("bias_ptr",), "temperatures": ("inv_t_ptr",), "softcap": ("cap",), "entropy": ("entropy_ptr",)}
 VARIANTS = {"base": (), **{name: (name,) for name in OPTIONS}, "all": tuple(OPTIONS)}
-ENDS = ("base", "all")
-
-
-def over(function, *axes):
-    """Parametrize a test by what `function(capability, *values)` returns for every combination of the axes.
-
-    That is a Compilation, or None for a combination that is never launched or that equals another one.
-    """
-    cases = []
-    for values in product((*ORDINARY, *RARE), *axes):
-        case = function(*values)
-        if case is not None:
-            name = "-".join(NAMES.get(value, str(value)) for value in values)
-            case.name = f"{function.__name__}-{name}"
-            marks = [pytest.mark.slow] if case.slow or case.capability in RARE else []
-            cases.append(pytest.param(case, id=name, marks=marks))
-    return pytest.mark.parametrize("case", cases)
-
-
-LISTING = """
-        /*0000*/                   MOV R1, R2 ;
-        /*0010*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR12], R24 ;
-        /*0020*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR12], R24 ;
-        /*0030*/               @P0 BRA 0x10 ;
-        /*0040*/                   FADD R24, R24, R25 ;
-        /*0050*/               @P1 BRA 0x80 ;
-        /*0060*/                   FSEL R24, R24, RZ, P2 ;
-        /*0070*/                   FSEL R25, R25, RZ, P2 ;
-        /*0080*/                   UTMASTG.2D [UR12], [UR8] ;
-        /*0090*/              @!P3 BRA 0x0 ;
-        /*00a0*/                   EXIT ;
-        /*00b0*/                   NOP ;
-"""
-
-
-def test_ways_through_machine_code():
-    """A loop of 3; beyond it add, branch over two selects, store, branch back, and the move before the loop."""
-    assert measure(8, 0, 64, LISTING) == Budget(8, 0, 64, 11, loop=3, epilogue=5, matrix=2)
-    once = LISTING.replace("@!P3 BRA 0x0 ;", "     NOP ;")
-    assert measure(8, 0, 64, once) == Budget(8, 0, 64, 10, loop=3, epilogue=6, matrix=2)
-    far = Budget(9, 0, 64, 11, 3, None, 2).far_from(Budget(8, 0, 64, 11, 3, 6, 2))
-    assert far == "registers 8 -> 9, epilogue 6 -> None"
-
-
-def test_the_epilogue_of_the_head_is_short():
-    """At most 800 instructions a warp and tile of 128 x 256 logits, 128 of them exponentials, beside 4 products a step.
-
-    Each costs 2 cycles of the 18,000 that the products of a tile take at D = 896 (benchmarks/predictions.py).
-    """
-    for table in json.loads(TABLE.read_text()).values():
-        head = table["descriptor-90-base-stored"]
-        assert head["epilogue"] <= 800 and head["matrix"] == 4
-        assert not [name for name, budget in table.items() if budget["stack"]]
-
-
-@pytest.fixture(scope="module")
-def compiled(request):
-    """The compilations of all selected tests, under way in threads: case -> a future of its result."""
-    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
-    cases = [item.callspec.params["case"] for item in items if "case" in item.callspec.params]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = {case: pool.submit(case.compile) for case in cases}
-        if os.environ.get("FASTGRPO_WRITE_MACHINE_CODE"):
-            write_budgets({case.name: measure(*result.result()) for case, result in results.items()})
-            budgets.cache_clear()
-        yield results
-        pool.shutdown(cancel_futures=True)
+WIDE_LOADS, NAN_MINIMUM = r"\bLDG\.E\.\S*128", r"\bFMNMX3?\.NAN"
 
 
 def absent(kernel, variant, *more):
@@ -131,14 +64,7 @@ def descriptor(capability, variant, form):
         "w_desc": f"tensordesc<bf16[{blocks.cols}, {blocks.depth}]>",
         "e_desc": f"tensordesc<bf16[{blocks.rows}, {blocks.cols}]>",
     }
-    slow = form == "forward-only" and variant not in ENDS
-    return Compilation(kernel, capability, constants, types, blocks.warps, blocks.stages, slow=slow)
-
-
-@over(descriptor, VARIANTS, ("stored", "forward-only", "recomputing"))
-def test_descriptor_kernel(case, compiled):
-    """The recomputing backward stores probabilities with the target's entry patched, and no sums."""
-    case.check(compiled[case].result())
+    return Compilation(kernel, capability, constants, types, blocks.warps, blocks.stages)
 
 
 def pointer(capability, variant, depth):
@@ -147,14 +73,7 @@ def pointer(capability, variant, depth):
     blocks = launch.exp_ptr_blocks(*divmod(capability, 10), plain)
     constants = sizes(blocks, LOOP=False, EVEN_K=depth == "even", GROUP_M=head_kernels.GROUP_M)
     constants |= absent(kernel, options, "patch_ptr", "mix_ptr", "flag_ptr")
-    # From sm_90 on, this kernel runs where a matrix has no aligned rows, which is rare.
-    slow = depth != "even" or (capability >= 90 and variant not in ENDS)
-    return Compilation(kernel, capability, constants, MATRICES, blocks.warps, blocks.stages, slow=slow)
-
-
-@over(pointer, VARIANTS, ("even", "ragged-depth"))
-def test_pointer_kernel(case, compiled):
-    case.check(compiled[case].result())
+    return Compilation(kernel, capability, constants, MATRICES, blocks.warps, blocks.stages)
 
 
 def rewriting_pointer(capability, use):
@@ -167,31 +86,15 @@ def rewriting_pointer(capability, use):
     return Compilation(kernel, capability, constants, MATRICES, blocks.warps, blocks.stages)
 
 
-@over(rewriting_pointer, ("guard", "recompute", "recompute-all", "entropy-gradient"))
-def test_pointer_kernel_that_rewrites(case, compiled):
-    """The guard's second pass, and the recomputing backward without and with an entropy gradient."""
-    case.check(compiled[case].result())
-
-
 def online_softmax(capability, variant):
     kernel, blocks = head_kernels._online_fwd_kernel, launch.ONLINE_BLOCKS
     constants = sizes(blocks, EVEN_K=True) | absent(kernel, VARIANTS[variant])
     return Compilation(kernel, capability, constants, MATRICES, blocks.warps, blocks.stages)
 
 
-@over(online_softmax, ENDS)
-def test_online_kernel(case, compiled):
-    case.check(compiled[case].result())
-
-
 def anchor(capability):
     kernel, blocks = head_kernels._anchor_fwd_kernel, launch.ANCHOR_BLOCKS
     return Compilation(kernel, capability, sizes(blocks, EVEN_K=True), MATRICES, blocks.warps, blocks.stages)
-
-
-@over(anchor)
-def test_anchor_kernel(case, compiled):
-    case.check(compiled[case].result())
 
 
 POLICY = {"SURROGATE": "clip", "KIND": "k3", "CORRECT_KL": True, "phi_ptr": None}
@@ -216,52 +119,16 @@ ROW_KERNELS = {
 }
 
 
+# What the machine code must hold: 16 bytes a thread are loaded, and a ratio that is NaN gives a loss that is NaN.
+WANTS = dict.fromkeys(("entropy", "logits", "logits-stats", "logits-backward", "scale"), (WIDE_LOADS,))
+WANTS |= {"policy": (NAN_MINIMUM,), "logits": (WIDE_LOADS, NAN_MINIMUM)}
+
+
 def row_kernel(capability, name):
     kernel, constants, warps = ROW_KERNELS[name]
     types = {"z_ptr": "*bf16", "d_ptr": "*bf16", "e_ptr": "*bf16", "target_ptr": "*i64", "place_ptr": "*i64"}
     types |= {"out_ptr": "*bf16" if name == "entropy" else "*fp32"}
-    return Compilation(kernel, capability, constants, types, warps, matrix=False)
-
-
-@over(row_kernel, ROW_KERNELS)
-def test_row_kernels(case, compiled, request):
-    result = compiled[case].result()
-    case.check(result)
-    name = request.node.callspec.id.split("-", 1)[1]
-    if name in ("entropy", "logits", "logits-stats", "logits-backward", "scale"):
-        assert re.search(r"\bLDG\.E\.\S*128", result[3])  # 16 bytes a thread
-    if name in ("policy", "logits"):  # a ratio that is NaN gives a loss that is NaN
-        assert re.search(r"\bFMNMX3?\.NAN", result[3])
-    if name == "logits":  # in place: the target's logit is read before any warp can have written over it
-        before, after = result[3].split("BAR.SYNC", 1)
-        assert re.search(r"\bLDG\.E\.U16", before) and not re.search(r"\bLDG\.E\.U16", after)
-
-
-KERNELS = [
-    kernel
-    for module in (head_kernels, logits_kernels)
-    for name, kernel in vars(module).items()
-    if name.endswith("_kernel")
-]
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
-def test_the_number_of_rows_asks_for_no_compilation(kernel):
-    """Whether it is 1 or a multiple of 16, and where a slice of a vector over rows begins: one binary serves all."""
-    matrices = {"h_ptr", "w_ptr", "e_ptr", "z_ptr", "d_ptr"}
-    fresh = {
-        "out_ptr",
-        "stats_ptr",
-        "factor_ptr",
-        "tiles_ptr",
-        "bias_ptr",
-        "max_ptr",
-    }  # and what V and D fix
-    for parameter in kernel.params:
-        if parameter.name in ("n_rows", "n_splits", "SPLITS"):
-            assert parameter.do_not_specialize
-        elif parameter.name.endswith("_ptr") and parameter.name not in matrices | fresh:
-            assert parameter.do_not_specialize_on_alignment or parameter.name.startswith("split_"), parameter.name
+    return Compilation(kernel, capability, constants, types, warps, matrix=False, wants=WANTS.get(name, ()))
 
 
 TILES = triton.next_power_of_2(triton.cdiv(151_936, launch.sample_tile()))
@@ -278,15 +145,8 @@ SAMPLING_KERNELS = {
 
 def sampling_kernel(capability, name):
     kernel, constants, warps = SAMPLING_KERNELS[name]
-    types = {"token_ptr": "*i64"}
-    return Compilation(kernel, capability, SAMPLING | constants, types, warps, matrix=False)
-
-
-@over(sampling_kernel, SAMPLING_KERNELS)
-def test_sampling_kernels(case, compiled):
-    result = compiled[case].result()
-    case.check(result)
-    assert re.search(r"\bLDG\.E\.\S*(64|128)", result[3])
+    types, wants = {"token_ptr": "*i64"}, (r"\bLDG\.E\.\S*(64|128)",)
+    return Compilation(kernel, capability, SAMPLING | constants, types, warps, matrix=False, wants=wants)
 
 
 def group_decode_part(capability, rows, dtype, depth):
@@ -304,32 +164,103 @@ def group_decode_part(capability, rows, dtype, depth):
     case.matrix = dtype != torch.float32
     # Fewer than 64 rows are too few for the instructions of a whole warp group.
     case.instruction = None if blocks.rows >= 64 else "HMMA"
-    # The sizes in between, and other depths in fp32, take fewer registers than those that are kept.
-    case.slow = depth == 80 or (depth != 128 and (dtype == torch.float32 or rows in (28, 56)))
     return case
-
-
-@over(group_decode_part, (7, 28, 56, 112), (torch.bfloat16, torch.float32), (64, 80, 128, 256))
-def test_group_decode_kernel(case, compiled):
-    case.check(compiled[case].result())
 
 
 def merge(capability, depth):
     constants = {"DEPTH": depth, "HEADS": launch.MERGE_HEADS, "BLOCK_D": triton.next_power_of_2(depth)}
-    kernel = decode._merge_fwd_kernel
-    return Compilation(kernel, capability, constants, {"out_ptr": "*bf16"}, 4, matrix=False, slow=depth == 80)
+    return Compilation(decode._merge_fwd_kernel, capability, constants, {"out_ptr": "*bf16"}, 4, matrix=False)
 
 
-@over(merge, (64, 80, 128))
-def test_merge_kernel(case, compiled):
-    case.check(compiled[case].result())
+FAMILIES = {
+    descriptor: (VARIANTS, ("stored", "forward-only", "recomputing")),
+    pointer: (VARIANTS, ("even", "ragged-depth")),
+    # The guard's second pass, and the recomputing backward without and with an entropy gradient.
+    rewriting_pointer: (("guard", "recompute", "recompute-all", "entropy-gradient"),),
+    online_softmax: (("base", "all"),),
+    anchor: (),
+    row_kernel: (ROW_KERNELS,),
+    sampling_kernel: (SAMPLING_KERNELS,),
+    group_decode_part: ((7, 28, 56, 112), (torch.bfloat16, torch.float32), (64, 80, 128, 256)),
+    merge: ((64, 80, 128),),
+}
+ORDINARY = {
+    "descriptor-90-all-stored", "pointer-90-all-even", "rewriting_pointer-90-recompute", "online_softmax-90-all",
+    "anchor-90", *(f"row_kernel-90-{name}" for name in ROW_KERNELS), "sampling_kernel-90-tile-sums",
+    "sampling_kernel-90-kept-sums", "sampling_kernel-90-draw", "group_decode_part-90-56-bf16-128", "merge-90-128",
+}  # fmt: skip
 
 
-def test_rollout_kernels_refuse_the_cpu():
-    with pytest.raises(ValueError, match="sample needs CUDA tensors"):
-        sampling.sample(torch.randn(2, 8), torch.rand(2), temperature=1.0)
-    slots, lengths = torch.randn(1, 1, 4, 16), torch.ones(1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="group_decode needs CUDA tensors"):
-        decode.group_decode(
-            torch.randn(1, 1, 16), slots, slots, lengths, slots, slots, lengths, lengths[:, None], scale=1.0
-        )
+def compilations():
+    """Return what is compiled, by name. A family returns None for what is never launched or equals another one."""
+    found = {}
+    for family, axes in FAMILIES.items():
+        for values in product(CAPABILITIES, *axes):
+            case = family(*values)
+            if case is not None:
+                case.name = "-".join([family.__name__, *(NAMES.get(value, str(value)) for value in values)])
+                found[case.name] = case
+    return found
+
+
+CASES = compilations()
+
+
+@pytest.fixture(scope="module")
+def compiled(request):
+    """The compilations of all selected tests, under way in threads: a name -> a future of its result."""
+    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
+    names = {item.callspec.params["name"] for item in items if "name" in item.callspec.params}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = {name: pool.submit(CASES[name].compile) for name in sorted(names)}
+        if os.environ.get("FASTGRPO_WRITE_MACHINE_CODE"):
+            write_budgets({name: measure(*result.result()) for name, result in results.items()})
+            budgets.cache_clear()
+        yield results
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ORDINARY else [pytest.mark.slow]) for name in CASES]
+)
+def test_machine_code_has_what_it_needs_and_spills_nothing(name, compiled):
+    CASES[name].check(compiled[name].result())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_machine_code_costs_what_the_table_says(name, compiled):
+    found = measure(*compiled[name].result())
+    far = found.far_from(budgets()[name]) if budgets() else None
+    assert far is None, f"{far}; where this is meant, `make machine-code` writes the table anew"
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
+def test_logits_in_place_are_read_before_any_warp_can_have_written_over_them(capability):
+    code = CASES[f"row_kernel-{capability}-logits"].compile()[3]
+    before, after = code.split("BAR.SYNC", 1)
+    assert re.search(r"\bLDG\.E\.U16", before) and not re.search(r"\bLDG\.E\.U16", after)
+
+
+def test_the_epilogue_of_the_head_is_short():
+    """At most 800 instructions a warp and tile of 128 x 256 logits, 128 of them exponentials, beside 4 products a step.
+
+    Each costs 2 cycles of the 18,000 that the products of a tile take at D = 896 (benchmarks/predictions.py).
+    """
+    for table in json.loads(TABLE.read_text()).values():
+        head = table["descriptor-90-base-stored"]
+        assert head["epilogue"] <= 800 and head["matrix"] == 4
+        assert not [name for name, budget in table.items() if budget["stack"]]
+
+
+@pytest.mark.parametrize("module", [head_kernels, logits_kernels], ids=lambda module: module.__name__)
+def test_the_number_of_rows_asks_for_no_compilation(module):
+    """Whether it is 1 or a multiple of 16, and where a slice of a vector over rows begins: one binary serves all."""
+    matrices = {"h_ptr", "w_ptr", "e_ptr", "z_ptr", "d_ptr"}
+    fresh = {"out_ptr", "stats_ptr", "factor_ptr", "tiles_ptr", "bias_ptr", "max_ptr"}  # and what V and D fix
+    kernels = [kernel for name, kernel in vars(module).items() if name.endswith("_kernel")]
+    for parameter in (parameter for kernel in kernels for parameter in kernel.params):
+        if parameter.name in ("n_rows", "n_splits", "SPLITS"):
+            assert parameter.do_not_specialize
+        elif parameter.name.endswith("_ptr") and parameter.name not in matrices | fresh:
+            assert parameter.do_not_specialize_on_alignment or parameter.name.startswith("split_"), parameter.name

@@ -1,9 +1,10 @@
-"""A backward with a tolerance leaves out no more of any row than that, and everything else is exact."""
+"""A backward with a tolerance leaves out no more of any row than that. Everything else is exact."""
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-import fastgrpo
 from fastgrpo import grpo_loss, linear_grpo_loss, linear_logprob
 from fastgrpo.kernels import head_torch, reference
 from fastgrpo.kernels.head_torch import Vocabulary
@@ -23,25 +24,24 @@ def heads():
     logits = hidden @ weight.T
     one_hot = torch.full((N, V), -40.0, dtype=torch.float64).scatter_(1, targets[:, None], 40.0)
     tail = -3 * torch.arange(1, V + 1, dtype=torch.float64).log().expand(N, V)
-    ranks = torch.stack([torch.randperm(V) for _ in range(N)])
-    mixed = torch.where(torch.arange(N)[:, None] % 2 == 0, one_hot, torch.zeros_like(logits))
     return {
         "sharp": (logits, targets),
         "uniform": (torch.zeros_like(logits), targets),
-        "one-hot": (one_hot, targets),
         "one-hot on another column": (one_hot, (targets + 1) % V),
-        "heavy tail": (tail.gather(1, ranks), targets),
+        "heavy tail": (tail.gather(1, torch.stack([torch.randperm(V) for _ in range(N)])), targets),
         "heavy tail, one order": (tail, targets),
         "ties": (logits.round(), targets),
-        "sure and unsure rows": (mixed, targets),
+        "sure and unsure rows": (torch.where(torch.arange(N)[:, None] % 2 == 0, one_hot, 0), targets),
         "all targets equal": (logits, torch.full_like(targets, 5)),
     }
 
 
-@pytest.mark.parametrize("tau", [0.3, 0.03, 0.003])
-@pytest.mark.parametrize("case", heads())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@settings(max_examples=60)
+@given(st.sampled_from(sorted(heads())), st.floats(0.003, 0.3), st.sampled_from([torch.float32, torch.float64]))
+@example("uniform", 0.003, torch.float32)
+@example("sharp", 0.1, torch.float64)
 def test_no_row_loses_more_than_the_tolerance(case, tau, dtype):
+    torch.manual_seed(0)
     logits, targets = heads()[case]
     g = torch.randn(N, dtype=torch.float64) * torch.logspace(-6, 3, N, dtype=torch.float64)
     g[3] = 0
@@ -81,24 +81,6 @@ def test_one_column_more_would_break_the_bound():
     assert 0.3 < found.dropped.max() / 0.1 <= 1
 
 
-def test_where_the_bound_leaves_most_columns_the_exact_path_runs():
-    probs = torch.full((N, V), 1 / V)
-    found = head_torch.bounded_gradient(probs, torch.arange(N), Vocabulary(0, V, V, None), torch.ones(N), 0.05)
-    assert found.dz is None and found.columns is None and found.kept == 1
-
-
-def test_a_nan_reaches_the_gradient():
-    hidden, weight, targets = sharp()
-    hidden[2, 0] = torch.nan
-    hidden.requires_grad_()
-    logps = linear_logprob(hidden, weight, targets, backward_tolerance=0.1)
-    assert torch.autograd.grad(logps.sum(), hidden)[0][2].isnan().any()
-
-
-def grads(loss, leaves):
-    return torch.autograd.grad(loss, leaves)
-
-
 @pytest.mark.parametrize("size", [100, 20], ids=["one chunk", "three chunks"])
 @pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -117,7 +99,7 @@ def test_the_loss_is_exact_and_its_gradient_errs_within_the_bound(size, softcap,
     assert ours.loss == exact.loss and torch.equal(ours.logps, exact.logps)
     assert {name: value for name, value in ours.metrics.items() if "head/" not in name} == exact.metrics
     assert 0.001 < ours.metrics["head/kept_columns"] < 0.9 and 0.01 < ours.metrics["head/dropped_mass"] <= tau
-    found, true = grads(ours.loss, leaves), grads(exact.loss, leaves)
+    found, true = (torch.autograd.grad(out.loss, leaves) for out in (ours, exact))
     # |dH_n - exact| <= tau |g_n| m_n max |W_v|; g_n from the loss of log-probs alone
     alone = exact.logps.detach().where(exact.active, old).requires_grad_()
     rest = {key: data[key] for key in data if key not in ("bias", "logit_softcap", "old_logps")}
@@ -128,6 +110,7 @@ def test_the_loss_is_exact_and_its_gradient_errs_within_the_bound(size, softcap,
         assert 0 < (mine - theirs).norm() < 0.1 * theirs.norm()
 
 
+@pytest.mark.slow
 def test_under_torch_compile(monkeypatch):
     monkeypatch.setattr(head_torch, "chunk_rows", lambda vocab_size: 20)
     torch._dynamo.reset()
@@ -150,33 +133,30 @@ def test_log_probs_of_a_tolerance_are_exact_and_their_gradient_nearly():
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     exact, ours = (linear_logprob(*leaves, targets, backward_tolerance=tau) for tau in (0, 0.05))
     assert torch.equal(exact, ours)
-    for mine, theirs in zip(grads(ours.sum(), leaves), grads(exact.sum(), leaves), strict=True):
+    found, true = (torch.autograd.grad(logps.sum(), leaves) for logps in (ours, exact))
+    for mine, theirs in zip(found, true, strict=True):
         assert 0 < (mine - theirs).norm() < 0.05 * theirs.norm()
+    spoilt = hidden.detach().index_fill(0, torch.tensor([2]), torch.nan).requires_grad_()
+    logps = linear_logprob(spoilt, weight, targets, backward_tolerance=0.1)
+    assert torch.autograd.grad(logps.sum(), spoilt)[0][2].isnan().any()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "match"),
+    ("name", "arguments"),
     [
-        ({"backward_tolerance": 1.0}, r"backward_tolerance must be in \[0, 1\), got 1.0"),
-        ({"backward_tolerance": -0.1}, "backward_tolerance must be in"),
-        ({"backward_tolerance": 0.1, "entropy_coef": 0.1}, "entropy_coef=0.1 has a gradient on every column"),
-        ({"backward_tolerance": 0.1, "kl": "full", "beta": 0.1}, "kl='full' has a gradient on every column"),
+        ("backward_tolerance", {"backward_tolerance": 1.0}),
+        ("backward_tolerance", {"backward_tolerance": -0.1}),
+        ("entropy_coef", {"backward_tolerance": 0.1, "entropy_coef": 0.1}),
+        ("kl='full'", {"backward_tolerance": 0.1, "kl": "full", "beta": 0.1}),
+        ("backend='triton'", {"backward_tolerance": 0.01, "backend": "triton"}),
     ],
 )
-def test_what_has_no_bound_is_refused(arguments, match):
+def test_what_has_no_bound_is_refused(name, arguments):
     hidden, weight, targets = sharp()
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=name):
         linear_grpo_loss(hidden, weight, targets, torch.ones(N), **arguments)
-
-
-def test_the_entropy_has_no_bound():
-    with pytest.raises(ValueError, match=r"return_entropy=True .*pass backward_tolerance=0"):
-        linear_logprob(*sharp(), return_entropy=True, backward_tolerance=0.1)
-
-
-@pytest.mark.parametrize("loss", ("linear_grpo_loss", "linear_logprob"))
-def test_triton_refuses_a_tolerance(loss):
-    arguments = (torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2]))
-    arguments += (torch.ones(3),) if loss == "linear_grpo_loss" else ()
-    with pytest.raises(ValueError, match="does not compute backward_tolerance; use"):
-        getattr(fastgrpo, loss)(*arguments, backward_tolerance=0.01, backend="triton")
+    if name == "entropy_coef":
+        arguments, name = {"backward_tolerance": 0.1, "return_entropy": True}, "return_entropy"
+    if name != "kl='full'":
+        with pytest.raises(ValueError, match=name):
+            linear_logprob(hidden, weight, targets, **arguments)

@@ -1,12 +1,19 @@
-"""The path by chunks of rows: any size of chunk gives the same results, in the memory of one chunk."""
+"""The path by chunks of rows: how exact it is, what memory it takes, and how many matrix products it runs."""
 
-import oracle
+from dataclasses import replace
+
 import pytest
 import torch
+from heads import truth_of
+from oracle import CHUNKS, Products, float32_case, make_case, run, set_chunk, truth
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.compare import compare
 from fastgrpo import Objective, linear_grpo_loss, linear_logprob
+from fastgrpo.kernel_checks.cases import error
 from fastgrpo.kernels import head_torch, reference
+
+SEQUENCE = {"importance_sampling_level": "sequence"}
 
 
 def test_uninitialised_memory_is_nan():
@@ -20,109 +27,236 @@ def test_chunk_rows(vocab, rows):
     assert head_torch.chunk_rows(vocab) == rows
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 8, 16, 100])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("old", [True, False], ids=["old", "old-none"])
-def test_ragged_sequences_in_chunks_of_any_size(monkeypatch, chunk, level, old):
-    """N = 16 is no multiple of most; the sequence of 7 rows is longer than a chunk, or as long, or shorter."""
-    oracle.set_chunk(monkeypatch, chunk)
-    case = oracle.make_case((0, 5, 1, 0, 7, 3, 0), old=old, masked=0.1)
-    knobs = {"importance_sampling_level": level, "loss_type": "grpo", "beta": 0.1}
-    loss, logps, metrics, gradients = oracle.truth(case, **knobs)
-    output, actual = oracle.run(case, linear_grpo_loss, **knobs)
-    torch.testing.assert_close(output.loss, loss)
-    torch.testing.assert_close(output.logps[case.mask], logps)
-    torch.testing.assert_close(actual, gradients)
-    assert output.metrics["ratio/mean"].item() == pytest.approx(metrics["ratio/mean"].item())
-    logps, entropy = linear_logprob(case.hidden, case.weight, case.targets, return_entropy=True)
-    expected = reference.linear_logprob(case.hidden, case.weight, case.targets, return_entropy=True)
-    torch.testing.assert_close((logps, entropy), expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("vocab", [3, 4, 11, 12, 13], ids=lambda vocab: f"V={vocab}")
-@oracle.CHUNKS
-def test_vocabulary_no_multiple_of_the_cast_block(monkeypatch, dtype, vocab, chunk):
+@pytest.mark.parametrize("vocab", [3, 4, 11, 13], ids=lambda vocab: f"V={vocab}")
+def test_vocabulary_no_multiple_of_the_cast_block(monkeypatch, dtype, vocab):
     """A half-precision weight is cast block by block: no phantom logit beyond V, none left out."""
-    oracle.set_chunk(monkeypatch, chunk)
-    case = oracle.make_case(vocab=vocab, dtype=dtype, bias=True)
-    whole, gradients = oracle.run(case, linear_grpo_loss)
+    case = make_case(vocab=vocab, dtype=dtype, bias=True)
+    whole, gradients = run(case, linear_grpo_loss)
     monkeypatch.setattr(head_torch, "CAST_BYTES", 4 * 4 * case.weight.shape[1])  # 4 rows
-    output, actual = oracle.run(case, linear_grpo_loss)
+    set_chunk(monkeypatch, 4)
+    output, actual = run(case, linear_grpo_loss)
     torch.testing.assert_close(output.logps, whole.logps, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(actual, gradients)
-    torch.testing.assert_close(
-        linear_logprob(case.hidden, case.weight, case.targets),
-        reference.linear_logprob(case.hidden, case.weight, case.targets),
-    )
+
+
+@CHUNKS
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_softcap_bias_temperatures_and_entropy_equal_the_reference_in_fp64(monkeypatch, softcap, chunk):
+    set_chunk(monkeypatch, chunk)
+    case = make_case(bias=True, per_token_temperature=True)
+
+    def scalar(logps, entropy):
+        return logps @ case.advantages + entropy @ case.old_logps
+
+    expected = truth_of(case.head(), case.targets, scalar, temperature=case.temperature, softcap=softcap)
+    head, how = case.head(), {"temperature": case.temperature, "logit_softcap": softcap, "return_entropy": True}
+    logps, entropy = linear_logprob(**head, targets=case.targets, **how)
+    found = {"logps": logps, "entropy": entropy, "loss": scalar(logps, entropy)}
+    found |= dict(zip(head, torch.autograd.grad(found["loss"], list(head.values())), strict=True))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].detach(), value, rtol=1e-12, atol=1e-12)
+
+    weights, keep = torch.full((16,), 1 / case.mask.sum().item(), dtype=torch.float64), case.mask
+    leaves = case.head()
+    loss, _, _ = reference.linear_grpo_loss(
+        leaves["hidden"][keep], leaves["weight"], case.targets[keep], case.advantages[keep], weights[keep],
+        Objective(beta=0.1), bias=leaves["bias"], logit_softcap=softcap, old_logps=case.old_logps[keep],
+        ref_logps=case.ref_logps[keep], temperature=case.temperature[keep],
+    )  # fmt: skip
+    loss.backward()
+    output, gradients = run(case, linear_grpo_loss, logit_softcap=softcap, beta=0.1)
+    torch.testing.assert_close(output.loss, loss.detach(), rtol=1e-12, atol=1e-12)
+    for name, leaf in leaves.items():
+        torch.testing.assert_close(gradients[name], leaf.grad, rtol=1e-12, atol=1e-12)
+
+
+def check_errors(case, grad_output, **knobs):
+    """Errors of the gradients are relative, in the Euclidean norm; of log-probs and loss the largest, in nats."""
+    exact_loss, exact_logps, _, exact = truth(case, grad_output=grad_output, dtype=torch.float64, **knobs)
+    plain_loss, plain_logps, _, plain = truth(case, grad_output=grad_output, **knobs)
+    output, actual = run(case, linear_grpo_loss, grad_output=grad_output, **knobs)
+
+    def largest(logps):
+        return (logps.double() - exact_logps).abs().max().item()
+
+    assert largest(output.logps[case.mask]) <= 1.1 * largest(plain_logps) + 1e-5
+    assert abs(output.loss - exact_loss) <= 1.1 * abs(plain_loss - exact_loss) + 1e-5
+    for name, slack in (("hidden", 1.1), ("weight", 1.5), ("bias", 1.5)):
+        assert actual[name].dtype == case.hidden.dtype
+        mine, theirs = error("gradient", actual[name], exact[name]), error("gradient", plain[name], exact[name])
+        assert mine <= slack * theirs + 1e-5, f"d{name}: error {mine:.2e}, plain PyTorch's {theirs:.2e}"
+
+
+@CHUNKS
+@pytest.mark.parametrize("grad_output", [1.0, 0.37, 65536.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_no_worse_than_plain_pytorch(monkeypatch, dtype, grad_output, chunk):
+    """grad_output 0.37 stands for gradient accumulation; 65536 is the first loss scale of torch's GradScaler."""
+    set_chunk(monkeypatch, chunk and 16)
+    check_errors(make_case((20, 31, 13), 301, 32, dtype, bias=True), grad_output, beta=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("which", ["loss", "sequence-level loss", "log-probs", "entropy"])
-def test_memory_is_bounded_by_one_chunk(monkeypatch, which, dtype):
-    """The largest tensor is one chunk of fp32 logits, whatever N."""
-    chunk, vocab, dim = 8, 512, 4
-    oracle.set_chunk(monkeypatch, chunk)
-    largest = []
-    for sequences in (8, 16):
-        case = oracle.make_case((16,) * sequences, vocab, dim, dtype, masked=0.0)
-        head = case.head()
-        with oracle.LargestTensor() as memory:
-            if which.endswith("loss"):
-                level = "sequence" if which.startswith("sequence") else "token"
-                linear_grpo_loss(
-                    **head, **case.rest(), beta=0.1, return_entropy=True, importance_sampling_level=level
-                ).loss.backward()
-            else:
-                outputs = linear_logprob(**head, targets=case.targets, return_entropy=which == "entropy")
-                (outputs if which == "log-probs" else outputs[0].sum() + outputs[1]).sum().backward()
-        largest.append(memory.nbytes)
-    assert largest == [4 * chunk * vocab] * 2
+def test_dw_over_64_chunks_as_good_as_over_one(monkeypatch, dtype):
+    """A sum over chunks that is rounded to bf16 after each would lose small addends."""
+    case = make_case((256, 256), 64, 16, dtype, masked=0.0)
+    *_, exact = truth(case, dtype=torch.float64)
+    _, one = run(case, linear_grpo_loss)
+    set_chunk(monkeypatch, 8)
+    _, many = run(case, linear_grpo_loss)
+    for name in ("hidden", "weight"):
+        assert error("gradient", many[name], exact[name]) <= 1.02 * error("gradient", one[name], exact[name]) + 1e-6
+
+
+def extreme_case(kind):
+    """Logits of spread about 1.5 around extremes that overflow or underflow a careless exponential."""
+    case = make_case((12,), vocab=40, dim=8, dtype=torch.float32, old=False, ref=False, masked=0.0)
+    hidden, weight = case.hidden.clone(), case.weight.clone()
+    hidden[:, 0] = 1.0
+    targets = case.targets % 39 + 1
+    if kind.startswith("all"):
+        weight[:, 0] += {"all below -87": -120, "all above 88": 120}[kind]
+        assert ((hidden @ weight.T).abs() > 87).all()
+    elif kind == "least likely target":
+        weight *= 12
+        targets = (hidden @ weight.T).argmin(-1)
+    else:
+        weight[0, 0] += 60
+        targets = torch.zeros_like(targets) if kind == "the target 60 nats above" else targets
+    return replace(case, hidden=hidden, weight=weight, targets=targets, temperature=1.0)
+
+
+@CHUNKS
+@pytest.mark.parametrize("kind", ["all below -87", "all above 88", "the target 60 nats above",
+                                  "another 60 nats above", "least likely target"])  # fmt: skip
+def test_extreme_logits(monkeypatch, kind, chunk):
+    """The truth by log1p in fp64: logp = -log1p(sum of e^(z - z_target) over the others), and 1 - p = S / (1 + S)."""
+    set_chunk(monkeypatch, chunk)
+    case = extreme_case(kind)
+    hidden, weight, targets = case.hidden.double(), case.weight.double(), case.targets[:, None]
+    odds = hidden @ weight.T
+    odds = (odds - odds.gather(-1, targets)).exp().scatter(-1, targets, 0.0)
+    others = odds.sum(-1, keepdim=True)
+    slope = (-odds / (1 + others)).scatter(-1, targets, others / (1 + others))  # dlogp/dz
+    slope *= -case.advantages.double()[:, None] / 12  # dloss/dlogp at ratio 1
+    exact = {"logps": -torch.log1p(others)[:, 0], "hidden": slope @ weight, "weight": slope.T @ hidden}
+    _, plain_logps, _, plain = truth(case)
+    output, actual = run(case, linear_grpo_loss, return_entropy=True)
+    assert output.loss.isfinite() and output.metrics["entropy"].isfinite()
+    found, plain = {"logps": output.logps, **actual}, {"logps": plain_logps, **plain}
+    for name, slack in (("logps", 1.1), ("hidden", 1.1), ("weight", 1.5)):
+        limit = slack * (plain[name].double() - exact[name]).abs().max() + 1e-5
+        assert (found[name].double() - exact[name]).abs().max() <= limit, name
+    head = case.head()
+    logps, entropy = linear_logprob(**head, targets=case.targets, return_entropy=True)
+    entropy.sum().backward()
+    assert torch.equal(logps, output.logps) and head["weight"].grad.isfinite().all() and (entropy > -1e-5).all()
 
 
 @pytest.mark.parametrize("softcap, chunks", [(None, 1), (5.0, 2)])
 def test_one_chunk_is_alive_at_a_time(monkeypatch, softcap, chunks):
     """Beyond inputs and gradients: the logits of one chunk, the slope of a soft-cap, and what is small beside them."""
     chunk, vocab = 8, 8192
-    oracle.set_chunk(monkeypatch, chunk)
-    case = oracle.make_case((16, 16), vocab, 4, torch.float32, masked=0.0)
+    set_chunk(monkeypatch, chunk)
+    case = make_case((16,) * 4, vocab, 4, torch.float32, masked=0.0)
     head = case.head()
 
-    def loss():
-        output = linear_grpo_loss(**head, **case.rest(), logit_softcap=softcap)
+    def loss(**knobs):
+        output = linear_grpo_loss(**head, **case.rest(), logit_softcap=softcap, **knobs)
         return torch.autograd.grad(output.loss, list(head.values()))
 
     def logps():
-        logps = linear_logprob(**head, targets=case.targets, logit_softcap=softcap)
-        return torch.autograd.grad(logps.sum(), list(head.values()))
+        found = linear_logprob(**head, targets=case.targets, logit_softcap=softcap)
+        return torch.autograd.grad(found.sum(), list(head.values()))
 
     def scored():
         with torch.no_grad():
             return linear_logprob(**head, targets=case.targets, logit_softcap=softcap)
 
+    calls = {"loss": loss, "longer sequences": lambda: loss(**SEQUENCE), "logps": logps}
+    calls |= {"scored": scored}
     # dW may be held twice: it is scaled by grad_output out of place.
-    weight_bytes = case.weight.nbytes
-    for name, result in compare({"loss": loss, "logps": logps, "scored": scored}, 1).items():
-        assert result["peak_bytes"] <= (chunks + 0.1) * 4 * chunk * vocab + weight_bytes, name
+    for name, result in compare(calls, 1).items():
+        assert result["peak_bytes"] <= (chunks + 0.1) * 4 * chunk * vocab + case.weight.nbytes, name
 
 
-@pytest.mark.parametrize("several_chunks", (False, True))
-def test_softcap(several_chunks, monkeypatch):
-    if several_chunks:
-        oracle.set_chunk(monkeypatch, 5)
-    hidden, weight = torch.randn(12, 8).double().requires_grad_(), torch.randn(40, 8).double().requires_grad_()
-    targets, advantages = torch.randint(40, (12,)), torch.randn(12).double()
-    objective = Objective(entropy_coef=0.2)
-    ours = linear_grpo_loss(hidden, weight, targets, advantages, logit_softcap=2.0, objective=objective)
-    weights = torch.full((12,), 1 / 12, dtype=torch.float64)
-    theirs, _, _ = reference.linear_grpo_loss(
-        hidden, weight, targets, advantages, weights, objective, entropy_weights=0.2 * weights, logit_softcap=2.0
-    )
-    torch.testing.assert_close(ours.loss, theirs)
-    for a, b in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (ours.loss, theirs)), strict=True):
-        torch.testing.assert_close(a, b)
-    logps, entropy = linear_logprob(hidden, weight, targets, logit_softcap=2.0, return_entropy=True)
-    true = reference.linear_logprob(hidden, weight, targets, logit_softcap=2.0, return_entropy=True)
-    ours, theirs = ((a.sum() + (b * b).sum()) for a, b in ((logps, entropy), true))
-    for a, b in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (ours, theirs)), strict=True):
-        torch.testing.assert_close(a, b)
+def products(case, frozen=(), **knobs):
+    head = {name: tensor.requires_grad_(name not in frozen) for name, tensor in case.head().items()}
+    with Products() as count:
+        loss = linear_grpo_loss(**head, **case.rest(), **knobs).loss
+        forward = len(count)
+        if loss.requires_grad:
+            loss.backward()
+    assert all((tensor.grad is None) == (name in frozen) for name, tensor in head.items())
+    return forward, len(count)
+
+
+FROZEN = {(): 3, ("weight",): 2, ("hidden",): 2, ("hidden", "weight"): 1, ("hidden", "weight", "bias"): 1}
+
+
+@pytest.mark.parametrize(("frozen", "expected"), FROZEN.items())
+def test_products_run_once(monkeypatch, frozen, expected):
+    """One chunk: one in the forward, the gradients' in the backward. Four chunks: as many a chunk, in the forward."""
+    case = float32_case(bias=True)
+    assert products(case, frozen) == (1, expected)
+    leaves = {name: tensor.requires_grad_(name not in frozen) for name, tensor in case.head().items()}
+    with Products() as count:
+        logps = linear_logprob(**leaves, targets=case.targets)
+        if logps.requires_grad:  # the backward recomputes the logits
+            logps.sum().backward()
+    assert len(count) == (1 if expected == 1 and "bias" in frozen else expected + 1)
+    set_chunk(monkeypatch, 4)
+    assert products(case, frozen) == (4 * expected, 4 * expected)
+
+
+def test_products_grow_with_no_objective_but_with_sequences_longer_than_a_chunk(monkeypatch):
+    case = float32_case()
+    knobs = {"loss_type": "grpo", "beta": 0.1, "delta": 2.0, "return_entropy": True, **SEQUENCE}
+    assert products(case, **knobs) == (1, 3)
+    set_chunk(monkeypatch, 4)
+    assert products(case, **SEQUENCE) == (4 + 12, 4 + 12)
+    set_chunk(monkeypatch, 7)  # as long as the longest: chunks of 6, 7 and 3 rows
+    assert products(case, **SEQUENCE) == (9, 9)
+
+
+@CHUNKS
+def test_no_grad_does_no_gradient_work(monkeypatch, chunk):
+    set_chunk(monkeypatch, chunk)
+    case = float32_case(bias=True)
+    expected = run(case, linear_grpo_loss)[0].loss.item()
+    for context in (torch.no_grad, torch.inference_mode):
+        with Products() as count, context():
+            output = linear_grpo_loss(**case.head(), **case.rest())
+            linear_logprob(**case.head(), targets=case.targets)
+        assert not output.loss.requires_grad and output.loss.item() == expected
+        assert [shape[0] for shape in count.shapes] == ([16] if chunk is None else [4] * 4) * 2
+
+
+@CHUNKS
+def test_inactive_rows_are_never_projected(monkeypatch, chunk):
+    set_chunk(monkeypatch, chunk)
+    case = replace(make_case(dtype=torch.float32), mask=torch.arange(16) % 3 != 0)
+    with Products() as count:
+        run(case, linear_grpo_loss)
+    active, vocab = 10, 11
+    assert sum(shape[0] for shape in count.shapes if shape[0] != vocab and shape[2] == vocab) == active
+    assert sum(rows for first, rows, _ in count.shapes if first == vocab) == active
+
+
+@CHUNKS
+def test_inside_a_checkpoint(monkeypatch, chunk):
+    """In one chunk: one forward, one recomputed, two gradient products. The first pass does no work that is lost."""
+    set_chunk(monkeypatch, chunk)
+    case = float32_case()
+    expected, gradients = run(case, linear_grpo_loss)
+    head = case.head()
+    with Products() as count:
+        loss = checkpoint(
+            lambda hidden, weight: linear_grpo_loss(hidden, weight, **case.rest()).loss, *head.values(),
+            use_reentrant=False,
+        )  # fmt: skip
+        loss.backward()
+    assert chunk or len(count) == 4
+    assert torch.equal(loss, expected.loss)
+    assert all(torch.equal(tensor.grad, gradients[name]) for name, tensor in head.items())

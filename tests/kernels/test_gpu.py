@@ -1,7 +1,6 @@
-"""The Triton backend on a GPU at the sizes it is for, in bf16: accuracy, determinism, memory, no wait for the device.
+"""The losses by Triton on a GPU at real sizes, in bf16: accuracy, determinism, memory, no wait for the device.
 
-This file mirrors the kernels of the losses: linear_grpo, linear_logprob, logits_grpo and what they launch. What needs
-no GPU is in interpreted/ and test_aot.py; what is here cannot be shown without one.
+Options, guarded rows and a sharded head are compared in tests/kernel_checks/test_cases.py.
 """
 
 import math
@@ -10,9 +9,10 @@ import sys
 
 import pytest
 import torch
-from heads import FACTORS, SLACK, Head, error, random_head
+from heads import random_head
 
 from fastgrpo import linear_grpo_loss, linear_logprob, logits_grpo_loss
+from fastgrpo.kernel_checks.cases import FACTORS, SLACK, error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,28 +94,6 @@ def measure(head, ours):
     }
 
 
-def logps_of(head, product):
-    """Log-probs by full logits: the product of hidden and weight as it was given, and the rest in its dtype."""
-    z = product if head.bias is None else product + head.bias
-    z = z if head.softcap is None else head.softcap * (z / head.softcap).tanh()
-    by_row = isinstance(head.temperature, torch.Tensor)
-    z = z / (head.temperature[:, None] if by_row else head.temperature)
-    return z.log_softmax(-1).gather(-1, head.targets[:, None])[:, 0]
-
-
-def check_logps(head, ours):
-    """Compare log-probs with fp64, relative to the error of cuBLAS's fp32 logits.
-
-    A tensor core may truncate where it accumulates, and then plain PyTorch errs by as much.
-    """
-    hidden, weight = head.hidden.detach(), head.weight.detach()
-    wide = {} if hidden.dtype == torch.float32 else {"out_dtype": torch.float32}
-    true = logps_of(head, hidden.double() @ weight.double().T)
-    plain = logps_of(head, torch.mm(hidden, weight.T, **wide))
-    bar = FACTORS["logps"] * error("logps", plain, true) + SLACK
-    assert error("logps", ours, true) <= bar, (error("logps", ours, true), bar)
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_accuracy(shape):
     head = head_of(*shape)
@@ -123,35 +101,6 @@ def test_accuracy(shape):
     for name, (mine, plain) in measure(head, {"logps": out.logps, **grads}).items():
         print(f"{shape} {name}: {mine:.2e}, plain {plain:.2e}")
         assert mine <= FACTORS[name] * plain + SLACK, (name, mine, plain)
-
-
-@pytest.mark.parametrize("options", ({"softcap": 30.0}, {"bias": True}, {"temperature": "row"}), ids=str)
-def test_options_agree_with_the_chunked_backend(options):
-    head = head_of(2048, 896, 32001, **options)
-    out, grads = run(head, return_entropy=True)
-    hidden, weight = (x.detach().float().requires_grad_() for x in (head.hidden, head.weight))
-    theirs = linear_grpo_loss(hidden, weight, backend="chunked", return_entropy=True, **arguments(head))
-    theirs.loss.backward()
-    check_logps(head, out.logps)
-    torch.testing.assert_close(out.metrics["entropy"], theirs.metrics["entropy"], atol=1e-4, rtol=1e-4)
-    assert error("hidden", grads["hidden"], hidden.grad) < 5e-3
-    assert error("weight", grads["weight"], weight.grad) < 5e-3
-
-
-def test_guarded_rows():
-    head = head_of(1024, 896, 32001)
-    head.hidden[::97] *= 8
-    logits = head.hidden[::97].float() @ head.weight.float().T
-    head.targets[::97] = logits.argmin(-1)
-    hidden, weight = (x.detach().requires_grad_() for x in (head.hidden, head.weight))
-    ours = linear_logprob(hidden, weight, head.targets, backend="triton")
-    assert ours.min() < -100
-    grads = torch.autograd.grad(ours.sum(), (hidden, weight))
-    h64, w64 = (x.detach().double().requires_grad_() for x in (head.hidden, head.weight))
-    true = (h64 @ w64.T).log_softmax(-1).gather(-1, head.targets[:, None])[:, 0]
-    trues = torch.autograd.grad(true.sum(), (h64, w64))
-    check_logps(head, ours)
-    assert all(error("weight", a, b) < 5e-3 for a, b in zip(grads, trues, strict=True))
 
 
 @pytest.mark.parametrize("rows", (8192, 16384 + 40))
@@ -218,19 +167,6 @@ def test_torch_compile(n):
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_autocast():
-    """fp32 master weights under autocast run the bf16 kernels."""
-    head = head_of(2048, 896, 32000)
-    weight = head.weight.float().requires_grad_()
-    hidden = head.hidden.float().requires_grad_()
-    with torch.autocast("cuda", torch.bfloat16):
-        out = linear_grpo_loss(hidden, weight, **arguments(head))
-    out.loss.backward()
-    plain, grads = run(head)
-    assert torch.equal(out.loss, plain.loss)
-    assert torch.equal(weight.grad, grads["weight"].float()) and torch.equal(hidden.grad, grads["hidden"].float())
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_anchor_is_bit_equal_to_the_product(shape):
     """The anchor must be rounded as the main product rounds, or log-probs err one-sidedly by up to 1e-4.
@@ -283,35 +219,6 @@ def test_logits_past_2_to_the_31_elements():
     torch.testing.assert_close(grad[-8:], expected)
 
 
-@pytest.mark.parametrize("rows", (4096, 16384))
-def test_a_head_sharded_over_one_process(rows, tmp_path):
-    """Through NCCL, with the collectives in the same places as over many."""
-    import torch.distributed as dist
-
-    head = head_of(rows, 896, 32000)
-    plain, grads = run(head)
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-    try:
-        out, sharded = run(head, process_group=dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
-    assert torch.equal(out.loss, plain.loss) and torch.equal(out.logps, plain.logps)
-    assert all(torch.equal(sharded[name], grads[name]) for name in grads)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_on_another_than_the_current_device():
-    head = head_of(1024, 896, 32000)
-    here, grads = run(head)
-    for name, value in vars(head).items():
-        if isinstance(value, torch.Tensor):
-            setattr(head, name, value.to("cuda:1"))
-    there, others = run(head)
-    assert torch.equal(there.loss.to("cuda:0"), here.loss)
-    assert all(torch.equal(others[name].to("cuda:0"), grads[name]) for name in grads)
-
-
 def test_anomaly_mode_names_a_bad_target():
     """The assertion on the device ends the CUDA of its process, and so gets a process of its own."""
     code = """if True:
@@ -326,10 +233,3 @@ def test_anomaly_mode_names_a_bad_target():
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode != 0 and "targets must be in [0, 100)" in done.stderr + done.stdout, done.stderr[-2000:]
-
-
-def test_frozen_head_saves_its_product():
-    head: Head = head_of(2048, 896, 32000)
-    hidden = head.hidden.detach().requires_grad_()
-    linear_grpo_loss(hidden, head.weight, backend="triton", **arguments(head)).loss.backward()
-    assert torch.equal(hidden.grad, run(head)[1]["hidden"]) and head.weight.grad is None

@@ -60,27 +60,3 @@ def test_importance_weights_by_hand(mode, expected):
     old = torch.tensor([4.0, 0.25, 2.0]).double().log()
     weights = reference.importance_weights(old, torch.zeros(3).double(), objective, torch.tensor([2, 1]))
     assert weights.tolist() == pytest.approx(expected)
-
-
-def test_the_wholes_are_made_of_the_parts():
-    """linear_grpo_loss is the head, then logits_grpo_loss; that is logits_logprob, then policy_loss less the bonus."""
-    case = oracle.make_case(masked=0.0, bias=True)
-    objective, weights, bonus = Objective(beta=0.1), torch.rand(16).double(), torch.rand(16).double()
-    per_row = {"old_logps": case.old_logps, "ref_logps": case.ref_logps, "entropy_weights": bonus, "temperature": 0.8}
-    head = case.head()
-    loss, logps, metrics = reference.linear_grpo_loss(
-        **head, targets=case.targets, advantages=case.advantages, weights=weights, objective=objective, **per_row
-    )
-    loss.backward()
-    logits = case.hidden @ case.weight.T + case.bias
-    from_logits = reference.logits_grpo_loss(logits, case.targets, case.advantages, weights, objective, **per_row)
-    torch.testing.assert_close(from_logits, (loss.detach(), logps, metrics))
-
-    def scalar(logps, entropy):
-        policy, _ = reference.policy_loss(logps, case.old_logps, case.ref_logps, case.advantages, weights, objective)
-        return policy - (bonus * entropy).sum()
-
-    found = oracle.truth_of(case.head(), case.targets, scalar, temperature=0.8)
-    torch.testing.assert_close(found["loss"], loss.detach())
-    torch.testing.assert_close(found["logps"], logps)
-    torch.testing.assert_close({name: found[name] for name in head}, {name: leaf.grad for name, leaf in head.items()})

@@ -1,8 +1,15 @@
-"""A head sharded by vocabulary rows over 2 and 4 processes gives what one process gives."""
+"""A head sharded by vocabulary rows over processes gives what one process gives, with its gradients.
+
+test_interpreted.py runs this file too, in a process with TRITON_INTERPRET=1: the Triton kernels then take the place of
+the path by chunks.
+"""
 
 import multiprocessing
+import os
 import traceback
+import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,115 +19,143 @@ import torch.multiprocessing as mp
 
 from fastgrpo import linear_grpo_loss, linear_logprob
 from fastgrpo.kernels import head_torch, reference
+from fastgrpo.loss.dispatch import HAS_TRITON
 
-N, D = 14, 5
-CU_SEQLENS = torch.tensor([0, 5, 9, 9, 14])
-SHARDS = {2: [9, 12], 4: [7, 1, 8, 5]}  # rows of each rank: uneven, one rank with a single row
-V = 21
+TRITON = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+BACKEND, TOLERANCE = ("triton", 5e-6) if TRITON else ("chunked", 1e-10)
+DTYPE = torch.float32 if TRITON else torch.float64
+N, D, V = 20, 8, 70
+CU_SEQLENS = torch.tensor([0, 6, 13, 13, N])
+SHARDS = {2: [41, 29]} if TRITON else {2: [41, 29], 4: [20, 1, 29, 20]}  # rows of each rank: uneven, one with one row
+FLAGGED = {3: 60, 7: 5}  # row -> the vocabulary entry 80 nats above the rest: on the other rank, on its target's own
+TARGETS = {0: 0, 1: V - 1, 2: 40, 3: 2, 4: 41, 7: 30}  # the first and the last id, the shards' border
 KNOBS = {
     "dapo-k3": {"beta": 0.2},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-    "vespo-entropy": {"loss_type": "vespo", "entropy_coef": 0.3},
+    "vespo-bonus": {"loss_type": "vespo", "entropy_coef": 0.3},
+    "softcap": {"logit_softcap": 20.0, "entropy_coef": 0.3},
 }
 
 
-def problem(dtype=torch.float64):
+def problem(dtype):
     generator = torch.Generator().manual_seed(2)
 
     def noise(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    head = {"hidden": noise(N, D).to(dtype), "weight": noise(V, D).to(dtype), "bias": noise(V).to(dtype)}
-    if dtype == torch.float64:
-        head["weight"][17] += 40 * head["hidden"][3].sign()  # one logit far above the rest, on one rank
+    head = {"hidden": noise(N, D), "weight": noise(V, D), "bias": noise(V)}
+    for row, entry in FLAGGED.items():
+        head["weight"][entry] += 70 * head["hidden"][row] / head["hidden"][row].square().sum()
     targets = torch.randint(V, (N,), generator=generator)
-    targets[:3] = torch.tensor([0, V - 1, 8])  # the first and the last id, and a shard's border
+    targets[list(TARGETS)] = torch.tensor(list(TARGETS.values()))
     logps = reference.linear_logprob(**head, targets=targets, temperature=0.8)
-    mask = torch.rand(N, generator=generator) < 0.8
-    rest = {"mask": mask, "old_logps": logps + 0.3 * noise(N), "temperature": 0.8}
-    return head, targets, noise(N), rest, logps + 0.3 * noise(N)
+    assert all(logps[row] < -75 for row in FLAGGED)
+    rest = {"targets": targets, "advantages": noise(N), "mask": torch.rand(N, generator=generator) < 0.8,
+            "old_logps": logps + 0.3 * noise(N), "ref_logps": logps + 0.3 * noise(N)}  # fmt: skip
+    rest = {name: x.to(dtype) if x.is_floating_point() else x for name, x in rest.items()}
+    return {name: x.to(dtype) for name, x in head.items()}, {**rest, "temperature": 0.8, "cu_seqlens": CU_SEQLENS}
 
 
-def results(head, targets, advantages, rest, ref, group):
+def set_chunk(rows):
+    head_torch.chunk_rows = lambda vocab_size: rows
+    if TRITON:
+        from fastgrpo.kernels import head
+
+        function = head.linear_grpo_loss
+        head.linear_grpo_loss = partial(getattr(function, "func", function), chunk_rows=rows)
+
+
+def results(head, rest, group):
     """Everything the two public functions return, and every gradient, by name."""
     found = {}
-    for size in (100, 6, 3):  # one chunk, chunks of sequences, sequences longer than a chunk
-        head_torch.chunk_rows = lambda vocab_size, size=size: size
+    for size in (100, 4) if TRITON else (100, 9, 4):  # one chunk, chunks of sequences, sequences longer than a chunk
+        set_chunk(size)
         for name, knobs in KNOBS.items():
             leaves = {key: value.detach().clone().requires_grad_() for key, value in head.items()}
-            out = linear_grpo_loss(
-                **leaves, targets=targets, advantages=advantages, cu_seqlens=CU_SEQLENS, return_entropy=True,
-                ref_logps=ref if "beta" in knobs else None, process_group=group, **rest, **knobs,
-            )  # fmt: skip
+            out = linear_grpo_loss(**leaves, return_entropy=True, process_group=group, backend=BACKEND, **rest, **knobs)
             (1.5 * out.loss).backward()
             found[name, size] = {"loss": out.loss.detach(), "logps": out.logps, "entropy": out.metrics["entropy"]}
             found[name, size] |= {key: leaf.grad for key, leaf in leaves.items()}
-        for summed in (True, False):
-            leaves = {key: value.detach().clone().requires_grad_() for key, value in head.items()}
-            logps, entropy = linear_logprob(
-                **leaves, targets=targets, temperature=0.8, return_entropy=True, process_group=group,
-                sum_hidden_grad=summed,
-            )  # fmt: skip
-            (logps * advantages + entropy).sum().backward()
-            if group is not None and not summed:
-                dist.all_reduce(leaves["hidden"].grad, group=group)
-            case = "linear_logprob", summed, size
-            found[case] = {"logps": logps.detach(), "entropy": entropy.detach()}
-            found[case] |= {key: leaf.grad for key, leaf in leaves.items()}
+    for summed in (True, False):
+        leaves = {key: value.detach().clone().requires_grad_() for key, value in head.items()}
+        logps, entropy = linear_logprob(
+            **leaves, targets=rest["targets"], temperature=0.8, return_entropy=True, process_group=group,
+            sum_hidden_grad=summed, backend=BACKEND,
+        )  # fmt: skip
+        (logps * rest["advantages"] + entropy).sum().backward()
+        if group is not None and not summed:
+            dist.all_reduce(leaves["hidden"].grad, group=group)
+        found["linear_logprob", summed] = {"logps": logps.detach(), "entropy": entropy.detach()}
+        found["linear_logprob", summed] |= {key: leaf.grad for key, leaf in leaves.items()}
     return found
 
 
-def shard(tensor, rank, sizes):
-    return tensor.split(sizes)[rank]
-
-
 def check(group, sizes, dtype, tolerance):
-    """This rank's results against the whole head on this process alone."""
+    """This rank's results against the whole head on this process."""
     rank = dist.get_rank(group)
-    head, *rest = problem(dtype)
-    expected = results(head, *rest, group=None)
-    sharded = {key: shard(value, rank, sizes) if key != "hidden" else value for key, value in head.items()}
-    actual = results(sharded, *rest, group=group)
+    head, rest = problem(dtype)
+    expected = results(head, rest, group=None)
+    sharded = {key: value.split(sizes)[rank] if key != "hidden" else value for key, value in head.items()}
+    actual = results(sharded, rest, group=group)
     for case, values in expected.items():
         for name, whole in values.items():
-            value = shard(whole, rank, sizes) if name in ("weight", "bias") else whole
+            value = whole.split(sizes)[rank] if name in ("weight", "bias") else whole
             scale = whole.abs().max().clamp(min=1 if name == "loss" else 0)  # the loss sums terms of both signs
             assert actual[case][name].dtype == value.dtype and actual[case][name].shape == value.shape
-            assert (actual[case][name] - value).abs().max() <= tolerance * scale, (case, name)
+            assert value.isfinite().all() and (actual[case][name] - value).abs().max() <= tolerance * scale, (
+                case,
+                name,
+            )
     replicated = torch.cat([values[name].flatten() for values in actual.values() for name in ("logps", "hidden")])
     first = replicated.clone()
     dist.broadcast(first, 0, group=group)
     assert torch.equal(first, replicated)  # ranks may not drift apart
 
 
-def check_errors(group):
+def check_errors(group, sizes):
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    head, targets, advantages, rest, _ = problem()
+    head, rest = problem(DTYPE)
     empty = {**head, "weight": head["weight"][: 0 if rank else V], "bias": None}
-    with pytest.raises(ValueError, match=r"at least one row on every rank of process_group, got \[21, 0"):
-        linear_logprob(**empty, targets=targets, process_group=group)
+    with pytest.raises(ValueError, match="at least one row on every rank of process_group"):
+        linear_logprob(**empty, targets=rest["targets"], process_group=group, backend=BACKEND)
     half = {**head, "weight": head["weight"][:5], "bias": None}
     with pytest.raises(ValueError, match=rf"targets must be in \[0, {5 * size}\)"):
-        linear_grpo_loss(**half, targets=targets + 100, advantages=advantages, process_group=group, **rest)
+        linear_grpo_loss(**half, **{**rest, "targets": rest["targets"] + 100}, process_group=group, backend=BACKEND)
+    leaf = head["weight"].split(sizes)[rank].clone().requires_grad_()  # no row is kept
+    rest |= {"mask": torch.zeros(N)}
+    out = linear_grpo_loss(head["hidden"], leaf, **rest, process_group=group, backend=BACKEND)
+    out.loss.backward()
+    assert out.loss == 0 and (leaf.grad == 0).all()
+
+
+def check_bad_targets(group, sizes):
+    """A target that no rank has is NaN on every rank, in its row only. (The public function raises on the CPU.)"""
+    from fastgrpo.kernels import head as head_kernels
+
+    head, rest = problem(DTYPE)
+    mine = head["weight"].split(sizes)[dist.get_rank(group)]
+    for bad in (-1, V, -100):
+        targets = rest["targets"].index_fill(0, torch.tensor([5]), bad)
+        located, name = head_torch.Vocabulary.of(mine, group).located(targets, len(mine))
+        logps, _ = head_kernels.linear_logprob(head["hidden"], mine, located, group=name)
+        assert logps.isnan().nonzero().flatten().tolist() == [5]
 
 
 def check_bounded(group, tau=0.2):
     """With a tolerance each rank leaves out columns of its shard, and the bound holds for the whole vocabulary."""
-    head_torch.chunk_rows = lambda vocab_size: 100  # one chunk, which keeps one set of columns
+    set_chunk(100)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     generator = torch.Generator().manual_seed(4)
-    hidden, weight = (torch.randn(n, 24, generator=generator, dtype=torch.float64) for n in (N, 400))
-    targets, advantages = torch.randint(400, (N,), generator=generator), torch.randn(N, generator=generator)
+    hidden, weight = (torch.randn(n, 24, generator=generator, dtype=torch.float64) for n in (14, 400))
+    targets, advantages = torch.randint(400, (14,), generator=generator), torch.randn(14, generator=generator).double()
     hidden = (2 * hidden).requires_grad_()
     mine = weight.chunk(size)[rank].clone().requires_grad_()
-    exact = linear_grpo_loss(hidden, weight, targets, advantages.double())
-    out = linear_grpo_loss(
-        hidden, mine, targets, advantages.double(), backward_tolerance=tau, process_group=group
-    )  # fmt: skip
+    exact = linear_grpo_loss(hidden, weight, targets, advantages)
+    out = linear_grpo_loss(hidden, mine, targets, advantages, backward_tolerance=tau, process_group=group)
     assert abs(out.loss - exact.loss) < 1e-12
     (whole,) = torch.autograd.grad(exact.loss, hidden)
     found, head = torch.autograd.grad(out.loss, (hidden, mine))
-    g = (advantages / N).double().abs() * (1 - exact.logps.exp())  # the ratio is 1
+    g = (advantages / 14).abs() * (1 - exact.logps.exp())  # the ratio is 1
     assert ((found - whole).norm(dim=1) <= tau * g * weight.norm(dim=1).max()).all()
     assert 0.2 * tau < out.metrics["head/dropped_mass"] <= tau and out.metrics["head/kept_columns"] < 0.9
     left_out = (head == 0).all(1).sum()
@@ -134,16 +169,22 @@ def check_bounded(group, tau=0.2):
 def worker(rank, folder):
     """Every group of ranks in turn, the smaller one a part of the world; what fails is written down for its test."""
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns of every exp that overflows on its way to a flag
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
     store = dist.FileStore(f"{folder}/store", max(SHARDS))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=max(SHARDS), timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=max(SHARDS), timeout=timedelta(seconds=120))
     for world, sizes in SHARDS.items():
         group = dist.new_group(range(world))
         if rank < world:
             try:
-                check(group, sizes, torch.float64, 1e-10)
-                check(group, sizes, torch.float32, 3e-6)
-                check_errors(group)
-                check_bounded(group)
+                check(group, sizes, DTYPE, TOLERANCE)
+                check_errors(group, sizes)
+                if TRITON:
+                    check_bad_targets(group, sizes)
+                else:
+                    check(group, sizes, torch.float32, 3e-6)
+                    check_bounded(group)
                 found = "as one process"
             except Exception:
                 found = traceback.format_exc()

@@ -55,13 +55,6 @@ def test_weights_of_a_batch_without_a_kept_token_are_zero(loss_type):
     assert weights(objective, none, num_items_in_batch=0).sum() == 0
 
 
-@pytest.mark.parametrize("loss_type", TYPES)
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_needs_sequences(loss_type, level):
-    objective = Objective(loss_type, level, max_completion_length=10)
-    assert objective.needs_sequences == (loss_type in ("grpo", "dr_grpo") or level == "sequence")
-
-
 def test_defaults_are_those_of_trl():
     objective = Objective()
     assert (objective.loss_type, objective.importance_sampling_level, objective.kl) == ("dapo", "token", "k3")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 import triton
-from machine_code import budgets, measure
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -36,7 +35,7 @@ class Compilation:
         stages: Pipeline stages.
         matrix: Whether the machine code must hold matrix instructions.
         instruction: Pattern of the matrix instruction; None is that of the capability.
-        slow: Whether the test belongs to the slow ones.
+        wants: Patterns that the machine code must hold.
         name: Its name in the table of budgets.
     """
 
@@ -48,7 +47,7 @@ class Compilation:
     stages: int = 3
     matrix: bool = True
     instruction: str | None = None
-    slow: bool = False
+    wants: tuple[str, ...] = ()
     name: str | None = None
 
     def __post_init__(self):
@@ -82,15 +81,11 @@ class Compilation:
         return registers, stack, compiled.metadata.shared, dump
 
     def check(self, result):
-        """Assert that the kernel spills nothing, computes something, finds its shared memory and keeps its budget."""
+        """Assert that the kernel spills nothing, computes something, and finds its shared memory."""
         registers, stack, shared, code = result
         assert stack == 0 and not re.search(r"\b(STL|LDL)\b", code), (registers, stack)
         assert not re.search(r"\b(DFMA|DADD|DMUL|DSETP|DMNMX|F2F\.F64)", code), "fp64, which is slow, and never meant"
         assert shared <= SHARED_LIMIT[self.capability]
         instruction = self.instruction or MATRIX_INSTRUCTION[self.capability]
         assert "EXIT" in code and (not self.matrix or re.search(rf"\b{instruction}", code))
-        committed, found = budgets(), measure(*result)
-        print(found)
-        if committed:
-            far = found.far_from(committed[self.name])
-            assert far is None, f"{self.name}: {far}; where this is meant, `make machine-code` writes the table anew"
+        assert all(re.search(pattern, code) for pattern in self.wants), self.wants

@@ -1,5 +1,7 @@
 """Heads to try the Triton kernels on, their truth, and the tolerance of fastgrpo/kernel_checks/cases.py.
 
+`run_logprob` and `run_grpo` import the kernels when they are called, since Triton may be absent.
+
 Shapes: N tokens, V vocabulary, D hidden, S sequences.
 """
 
@@ -8,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fastgrpo.kernel_checks import cases
-from fastgrpo.kernel_checks.cases import FACTORS, SLACK, error, gradients
+from fastgrpo.kernel_checks.cases import gradients
 from fastgrpo.kernels import reference
 from fastgrpo.kernels.objectives import PolicyRows
 
@@ -142,4 +144,38 @@ def check(ours, head, scalar):
         assert mine <= bound, (name, mine, bound)
 
 
-__all__ = ["FACTORS", "SLACK", "Head", "check", "error", "plain", "policy_scalar", "random_head", "truth"]
+def run_logprob(head, *, entropy=True, chunk_rows=8192):
+    """Return log-probs, entropy and their gradients for the head's grad_logps and grad_entropy."""
+    from fastgrpo.kernels import head as head_kernels
+
+    leaves = head.leaves()
+    logps, h = head_kernels.linear_logprob(
+        leaves["hidden"], leaves["weight"], head.targets, bias=leaves.get("bias"), temperature=head.temperature,
+        softcap=head.softcap, return_entropy=entropy, chunk_rows=chunk_rows,
+    )  # fmt: skip
+    loss = weighted(head, entropy)(logps, h)
+    grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    return {"logps": logps, **({"entropy": h} if entropy else {}), **grads}
+
+
+def weighted(head, entropy=True):
+    """Return the scalar function of log-probs and entropy whose gradients are the head's."""
+
+    def scalar(logps, h):
+        loss = (logps * head.grad_logps.to(logps.dtype)).sum()
+        return loss + (h * head.grad_entropy.to(logps.dtype)).sum() if entropy else loss
+
+    return scalar
+
+
+def run_grpo(head, objective, *, chunk_rows=8192, factor=1.0, **fields):
+    """Return loss, log-probs and gradients of the fused loss, the gradients times `factor`."""
+    from fastgrpo.kernels import head as head_kernels
+
+    leaves = head.leaves()
+    loss, outputs = head_kernels.linear_grpo_loss(
+        leaves["hidden"], leaves["weight"], leaves.get("bias"), head.rows(objective, **fields), objective,
+        softcap=head.softcap, chunk_rows=chunk_rows,
+    )  # fmt: skip
+    grads = torch.autograd.grad(loss * factor, list(leaves.values()))
+    return {"loss": loss, "logps": outputs["logps"], **dict(zip(leaves, grads, strict=True))}

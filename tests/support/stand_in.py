@@ -7,7 +7,9 @@ their memory held before. The tensors lie on the CPU.
 """
 
 from collections.abc import Callable
+from itertools import product
 
+import pytest
 import torch
 from compilation import SHARED_LIMIT
 from triton.backends.compiler import GPUTarget
@@ -22,11 +24,7 @@ SWIZZLES = (None, 32, 64, 128)  # bytes that the innermost dimension of a descri
 class StandIn:
     """A driver with one device of some capability.
 
-    Args:
-        capability: Compute capability, 90 for sm_90.
-
-    Attributes:
-        launches: The names of the kernels that were launched since the list was last cleared.
+    `launches` holds the names of the kernels that were launched since the list was last cleared.
     """
 
     def __init__(self, capability: int) -> None:
@@ -103,3 +101,14 @@ def _check_descriptor(descriptor, meta) -> None:
     assert all(0 < length <= 256 for length in meta["block_size"]), meta
     inner, swizzle = meta["block_size"][-1] * size, SWIZZLES[meta["swizzle"]]
     assert inner % 16 == 0 and (swizzle is None or inner <= swizzle), meta
+
+
+def crossed(**axes):
+    """Parametrize a test by all combinations of the axes. All are slow but a few, in which each value occurs once."""
+    most = max(map(len, axes.values()))
+    ordinary = {tuple(list(axis)[i % len(axis)] for axis in axes.values()) for i in range(most)}
+    cases = [
+        pytest.param(*case, id="-".join(map(str, case)), marks=[] if case in ordinary else [pytest.mark.slow])
+        for case in product(*axes.values())
+    ]
+    return pytest.mark.parametrize(tuple(axes), cases)

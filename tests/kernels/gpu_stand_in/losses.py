@@ -1,15 +1,12 @@
 """Every public loss and log-prob, forward and backward, through Triton's launch path for a GPU that is not there.
 
-The head's kernels take bf16. They see temperature, bias, soft-cap and entropy, which are crossed with each other: in
-pairs for every commit, and all together in the slow tests. They do not see the objective: it reaches the loss of
-log-probs alone, and is crossed with its own options there. The kept rows reach gather and scatter, and the kernels over
-given logits.
+The head's kernels take bf16. They see temperature, bias, soft-cap and entropy, which are crossed with each other, but
+not the objective: it reaches only the loss of log-probs, and is crossed with its own options there. The kept rows reach
+gather and scatter, and the kernels over given logits.
 """
 
-from itertools import combinations, product
-
-import pytest
 import torch
+from stand_in import crossed
 
 from fastgrpo.kernels import launch
 from fastgrpo.loss.logprobs import linear_logprob
@@ -49,31 +46,6 @@ INPUTS = {
 # The kernels of a loss over given logits: in place and token by token one kernel computes loss and gradient.
 FUSED = ["_logits_grpo_fwd_kernel", "_scale_rows_kernel"]
 APART = ["_logits_grpo_fwd_kernel", "_policy_loss_fwd_kernel", "_logits_grpo_bwd_kernel"]
-
-
-def crossed(**axes):
-    """Parametrize a test by all combinations of the axes.
-
-    Slow are those whose dtype is not the first one. Of the others, as many are ordinary as it takes to meet every pair
-    of two axes' values.
-    """
-    first = next(iter(axes["dtype"])) if "dtype" in axes else None
-    ordinary = pairwise([case for case in product(*axes.values()) if first in (None, case[0])])
-    cases = []
-    for case in product(*axes.values()):
-        marks = [] if case in ordinary else [pytest.mark.slow]
-        cases.append(pytest.param(*case, id="-".join(map(str, case)), marks=marks))
-    return pytest.mark.parametrize(tuple(axes), cases)
-
-
-def pairwise(cases):
-    """Return some of the cases, in which any two values meet that meet in any case: always the next that has most."""
-    pairs = {case: set(combinations(enumerate(case), 2)) for case in cases}
-    missing, chosen = set().union(*pairs.values()), []
-    while missing:
-        chosen.append(max(cases, key=lambda case: len(pairs[case] & missing)))
-        missing -= pairs[chosen[-1]]
-    return chosen
 
 
 def head(biased=False, vocab=V, depth=D):
@@ -123,34 +95,22 @@ def test_rows_of_the_head(rows, inputs, launches):
 @crossed(vocab=(999, 1001, 1008), depth=(128, 136, 100), softcap=(None, 30.0))
 def test_sizes_that_no_block_divides(vocab, depth, softcap, launches):
     hidden, weight, targets, _ = head(vocab=vocab, depth=depth)
-    out = linear_grpo_loss(
-        hidden, weight, targets, torch.randn(N), logit_softcap=softcap, backend="triton", **INPUTS["ratio"]
-    )
-    out.loss.backward()
+    knobs = {"logit_softcap": softcap, "backend": "triton", **INPUTS["ratio"]}
+    linear_grpo_loss(hidden, weight, targets, torch.randn(N), **knobs).loss.backward()
     aligned = depth * hidden.itemsize % 16 == 0  # otherwise the tensor-memory accelerator cannot read the rows
     assert (has_descriptors() and aligned) == ("_linear_exp_fwd_kernel" in launches)
 
 
-@crossed(dtype=("bf16", "fp32"), rows=ROWS, inplace=(False, True), inputs=INPUTS, entropy=("without", "bonus"))
-def test_given_logits(dtype, rows, inplace, inputs, entropy, launches):
+@crossed(dtype=DTYPES, temperature=TEMPERATURES, rows=ROWS, inplace=(False, True), inputs=INPUTS,
+         entropy=("without", "bonus"))  # fmt: skip
+def test_given_logits(dtype, temperature, rows, inplace, inputs, entropy, launches):
     logits = torch.randn(N, V).to(DTYPES[dtype]).requires_grad_()
     out = logits_grpo_loss(
         logits * 1, torch.randint(V, (N,)), torch.randn(N), cu_seqlens=CU_SEQLENS, inplace=inplace, backend="triton",
-        **rows_for(rows, inputs), **INPUTS[inputs], **ENTROPIES[entropy],
+        temperature=TEMPERATURES[temperature], **rows_for(rows, inputs), **INPUTS[inputs], **ENTROPIES[entropy],
     )  # fmt: skip
     out.loss.backward()
     assert launches == (FUSED if inplace and inputs != "sequence" else APART)
-
-
-@crossed(dtype=("bf16", "fp16", "fp32"), temperature=TEMPERATURES, inplace=(False, True))
-def test_temperatures_of_given_logits(dtype, temperature, inplace, launches):
-    logits = torch.randn(N, V).to(DTYPES[dtype]).requires_grad_()
-    out = logits_grpo_loss(
-        logits * 1, torch.randint(V, (N,)), torch.randn(N), temperature=TEMPERATURES[temperature], inplace=inplace,
-        backend="triton", **INPUTS["ratio"],
-    )  # fmt: skip
-    out.loss.backward()
-    assert launches == (FUSED if inplace else APART)
 
 
 @crossed(loss_type=LOSS_TYPES, kl=[kind for kind in KL_KINDS if kind != "full"], corrected=(False, True))
@@ -167,12 +127,9 @@ def test_objectives(loss_type, kl, corrected, launches):
 
 @crossed(mode=IMPORTANCE_SAMPLING_MODES, level=("token", "sequence"))
 def test_importance_weights(mode, level, launches):
-    logps = torch.zeros(N, requires_grad=True)
-    out = grpo_loss(
-        logps, torch.zeros(N), torch.randn(N), sampler_logps=torch.zeros(N), cu_seqlens=CU_SEQLENS,
-        importance_sampling_mode=mode, importance_sampling_level=level, backend="triton",
-    )  # fmt: skip
-    out.loss.backward()
+    logps, knobs = torch.zeros(N, requires_grad=True), {"cu_seqlens": CU_SEQLENS, "backend": "triton"}
+    knobs |= {"importance_sampling_mode": mode, "importance_sampling_level": level, "sampler_logps": torch.zeros(N)}
+    grpo_loss(logps, torch.zeros(N), torch.randn(N), **knobs).loss.backward()
     assert launches == ["_policy_loss_fwd_kernel"]
 
 

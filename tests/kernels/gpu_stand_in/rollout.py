@@ -1,36 +1,20 @@
 """The draw of tokens and the attention of a decode step, through Triton's launch path for a GPU that is not there."""
 
-from itertools import product
-
-import pytest
 import torch
+from stand_in import crossed
 
 from fastgrpo.kernels import launch
 from fastgrpo.kernels.decode import group_decode
 from fastgrpo.kernels.sampling import sample
 
 FILTERS = {"top_k": 50, "top_p": 0.9, "min_p": 0.05}
-VOCABULARIES = (1000, 2048, 32_768, 151_936, 262_144)
+VOCABULARIES = (151_936, 1000, 2048, 32_768, 262_144)
 # Query heads over key heads, as models have them.
 HEADS = ((14, 2), (28, 4), (32, 1), (8, 8), (71, 1))
 
 
-def chosen(ordinary, *axes):
-    """Make the cases of all combinations of the axes. Slow are those with a value that is not among the ordinary."""
-    cases = []
-    for case in product(*axes):
-        slow = any(value not in few for value, few in zip(case, ordinary, strict=True) if few is not None)
-        cases.append(pytest.param(*case, id="-".join(map(str, case)), marks=[pytest.mark.slow] if slow else []))
-    return cases
-
-
-@pytest.mark.parametrize(
-    ("vocab", "rows", "top_k", "top_p", "min_p", "temperature"),
-    chosen(
-        ((1000, 151_936), (3,), None, None, None, (0.0, 0.8)),
-        VOCABULARIES, (1, 3), (False, True), (False, True), (False, True), (0.0, 0.8, 1.0),
-    ),
-)  # fmt: skip
+@crossed(vocab=VOCABULARIES, rows=(3, 1), top_k=(False, True), top_p=(False, True), min_p=(True, False),
+         temperature=(0.8, 0.0, 1.0))  # fmt: skip
 def test_draw(vocab, rows, top_k, top_p, min_p, temperature, launches):
     on = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     filters = {name: value for name, value in FILTERS.items() if on[name]}
@@ -39,10 +23,7 @@ def test_draw(vocab, rows, top_k, top_p, min_p, temperature, launches):
     assert launches == ["_tile_sums_kernel", *["_kept_sums_kernel"] * filtered, "_draw_kernel"]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "heads", "group", "depth"),
-    chosen(((torch.bfloat16,), HEADS[:3], (1, 16), None), launch.DTYPES, HEADS, (1, 8, 16), (64, 80, 128, 192, 256)),
-)
+@crossed(dtype=launch.DTYPES, heads=HEADS, group=(1, 8, 16), depth=(64, 80, 128, 192, 256))
 def test_decode(dtype, heads, group, depth, launches):
     prompts, (heads, key_heads) = 2, heads
     lanes = prompts * group
@@ -52,8 +33,5 @@ def test_decode(dtype, heads, group, depth, launches):
         prompt, torch.full((prompts,), 90, dtype=torch.int32),
         torch.arange(lanes, dtype=torch.int32).view(prompts, group), scale=depth**-0.5,
     )  # fmt: skip
-    assert launches == [
-        "_partial_fwd_kernel",
-        "_partial_fwd_kernel",
-        "_merge_fwd_kernel",
-    ]  # own keys, then the prompt's
+    # own keys, then the prompt's
+    assert launches == ["_partial_fwd_kernel", "_partial_fwd_kernel", "_merge_fwd_kernel"]

@@ -6,7 +6,6 @@ Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
 import pytest
 import tiny
 import torch
-from decode_cases import random_decode
 
 from fastgrpo.kernels import decode
 from fastgrpo.kernels.sampling import sample as fused
@@ -16,7 +15,6 @@ from fastgrpo.rollout import sampling as sampling_module
 from fastgrpo.rollout.attention import GroupDecode
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams, draws_differ
-from fastgrpo.rollout.slots import Cache
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15]]
 
@@ -49,8 +47,7 @@ def greedy_of_transformers(model, prompt, max_tokens, stop):
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
-@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize(("architecture", "group_size"), [("qwen2", 3), ("llama", 1)])
 def test_greedy_equals_generate(kernels, architecture, group_size):
     model, stop = tiny.model(architecture), (1, 20, 33)
     engine = RolloutEngine(model, max_num_seqs=2 * group_size)  # three groups: freed lanes are taken over
@@ -61,7 +58,7 @@ def test_greedy_equals_generate(kernels, architecture, group_size):
     assert kernels["decode"] > 8 and kernels["sample"] > 4
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("filters", [pytest.param({}, marks=pytest.mark.slow), {"top_p": 0.9}], ids=str)
 def test_draws_equal_those_of_the_plain_path(kernels, monkeypatch, filters):
     """The same uniform numbers and distribution: a token can differ only where rounding moves a boundary over one."""
     model = tiny.model("llama")
@@ -71,42 +68,33 @@ def test_draws_equal_those_of_the_plain_path(kernels, monkeypatch, filters):
     monkeypatch.undo()
     expected = RolloutEngine(model, attention="products").generate(PROMPTS, 3, sampling)
     assert len({len(rollout.ids) for rollout in expected}) > 2
-    same = [i for i in range(len(seen)) if seen[i].ids == expected[i].ids]
+    same = [(ours, theirs) for ours, theirs in zip(seen, expected, strict=True) if ours.ids == theirs.ids]
     assert len(same) >= len(seen) - 1
-    for i in same:
-        torch.testing.assert_close(seen[i].logps, expected[i].logps, atol=1e-5, rtol=0)
-        if filters:
-            torch.testing.assert_close(seen[i].sampler_logps, expected[i].sampler_logps, atol=1e-5, rtol=0)
-            assert (seen[i].sampler_logps >= seen[i].logps).all()
-        else:
-            assert torch.equal(seen[i].sampler_logps, seen[i].logps)
-
-
-def off(original):
-    """Return the kernel with a planted error: it does not see the last token of a prompt."""
-
-    def wrong(*args, scale):
-        *head, prompt_lengths, members = args
-        return original(*head, prompt_lengths - 1, members, scale=scale)
-
-    return wrong
+    for ours, theirs in same:
+        torch.testing.assert_close(ours.logps, theirs.logps, atol=1e-5, rtol=0)
+        torch.testing.assert_close(ours.sampler_logps, theirs.sampler_logps, atol=1e-5, rtol=0)
+        assert (ours.sampler_logps >= ours.logps).all()
 
 
 @pytest.mark.parametrize("planted", [False, True], ids=("right", "wrong"))
 def test_the_first_use_of_group_decode_is_checked(planted, monkeypatch, caplog):
+    """The planted error: the kernel does not see the last token of a prompt."""
     model, sampling = tiny.model("llama"), SamplingParams(temperature=0, max_tokens=3, stop_token_ids=(1,))
     expected = RolloutEngine(model, attention="products").generate(PROMPTS[::2], 2, sampling)
     monkeypatch.setattr(dispatch, "_verdicts", {})
     monkeypatch.setenv(dispatch.VARIABLE, "1")
     monkeypatch.setattr(engine_module, "make_provider", lambda *args: GroupDecode())
     if planted:
-        monkeypatch.setattr(decode, "group_decode", off(decode.group_decode))
+        right = decode.group_decode
+        monkeypatch.setattr(
+            decode, "group_decode",
+            lambda *args, scale: right(*args[:-2], args[-2] - 1, args[-1], scale=scale),
+        )  # fmt: skip
     with caplog.at_level("WARNING", "fastgrpo"):
         seen = RolloutEngine(model, max_num_seqs=4).generate(PROMPTS[::2], 2, sampling)
     assert [rollout.ids for rollout in seen] == [rollout.ids for rollout in expected]
     assert set(dispatch._verdicts.values()) == {not planted}
-    warned = {record.getMessage().split(" failed")[0] for record in caplog.records}
-    assert warned == ({"the kernel of group_decode"} if planted else set())
+    assert ["the kernel of group_decode failed" in x.getMessage() for x in caplog.records] == [True] * planted
 
 
 @pytest.mark.parametrize("how", [{"temperature": 0}, {"temperature": 1.3, "top_p": 0.9}], ids=str)
@@ -128,13 +116,3 @@ def test_a_flat_distribution_is_no_cause_for_alarm():
     logits, numbers = torch.randn(8, 3000) * 0.1, torch.rand(8)
     numbers = torch.softmax(logits.double(), -1).cumsum(-1)[:, 1500].float()  # on the boundary of two tokens
     assert draws_differ(logits, numbers, how) is None
-
-
-def test_the_check_of_group_decode_knows_prompts_without_lanes():
-    case = random_decode([[-1, -1], [0, 1]], [5, 3], [4, 2], heads=(4, 2), depth=16)
-    cache = Cache(case["keys"], case["values"], case["prompt_keys"], case["prompt_values"])
-    provider = GroupDecode()
-    provider.members, provider.lengths, provider.prompt_lengths = (
-        case[name] for name in ("members", "lengths", "prompt_lengths")
-    )
-    assert provider._difference(case["query"], cache, case["scale"]) is None

@@ -23,16 +23,15 @@ GROUPS = {  # name -> members, lengths of the prompts and of the lanes, in any o
 
 
 # "mixed" has both of the other layouts, one for keys and one for values.
-@pytest.mark.parametrize("layout", (*(pytest.param(x, marks=pytest.mark.slow) for x in ("KC", "CK")), "mixed"))
-@pytest.mark.parametrize("heads", ((2, 2), (14, 2), (6, 1)), ids="{0[0]}-over-{0[1]}".format)
+@pytest.mark.parametrize("layout", ("mixed", *(pytest.param(x, marks=pytest.mark.slow) for x in ("KC", "CK"))))
+@pytest.mark.parametrize("heads", ((14, 2), *(pytest.param(x, marks=pytest.mark.slow) for x in ((2, 2), (6, 1)))))
 @pytest.mark.parametrize("name", GROUPS)
 def test_group_decode(name, heads, layout):
     case = random_decode(*GROUPS[name], heads=heads, depth=16, layout=layout)
     torch.testing.assert_close(group_decode(**case), reference.group_decode(**case), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("depth", (24, 64, 80))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+@pytest.mark.parametrize(("dtype", "depth"), [(torch.float32, 80), (torch.float16, 24)])
 def test_depths_and_dtypes(dtype, depth):
     case = random_decode(*GROUPS["ragged"], heads=(7, 1), depth=depth, dtype=dtype)
     out = group_decode(**case)
@@ -42,18 +41,11 @@ def test_depths_and_dtypes(dtype, depth):
 
 
 def test_more_query_rows_than_a_block_holds():
-    case = random_decode([[*range(12)]], [21], [2] * 12, heads=(6, 1), depth=16)
-    assert launch.decode_blocks(12 * 6, 16, torch.float32).rows < 12 * 6
-    torch.testing.assert_close(group_decode(**case), reference.group_decode(**case), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "heads", (pytest.param((40, 1), marks=pytest.mark.slow), (71, 1), (80, 2)), ids="{0[0]}-over-{0[1]}".format
-)
-def test_more_heads_of_a_key_head_than_a_block_holds(heads):
-    case = random_decode(*GROUPS["ragged"], heads=heads, depth=16)
-    assert launch.decode_blocks(heads[0] // heads[1], 16, torch.float32).rows < heads[0] // heads[1]
-    torch.testing.assert_close(group_decode(**case), reference.group_decode(**case), rtol=1e-5, atol=1e-5)
+    """Of many lanes, or of many heads of a key head."""
+    for groups, heads, rows in ((([[*range(12)]], [21], [2] * 12), (6, 1), 72), (GROUPS["ragged"], (71, 1), 71)):
+        case = random_decode(*groups, heads=heads, depth=16)
+        assert launch.decode_blocks(rows, 16, torch.float32).rows < rows
+        torch.testing.assert_close(group_decode(**case), reference.group_decode(**case), rtol=1e-5, atol=1e-5)
 
 
 def test_scores_far_apart():
@@ -74,33 +66,4 @@ def test_what_lies_beyond_the_lengths_is_not_read():
             case[f"{prefix}keys"][slot, :, length:] = math.nan
             case[f"{prefix}values"][slot, :, length:] = math.nan
     assert torch.equal(group_decode(**case), expected)
-
-
-def test_no_lanes():
-    case = random_decode([[-1]], [4], [], heads=(4, 2), depth=16)
-    assert group_decode(**case).shape == (0, 4, 16)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"query": torch.randn(2, 4, 16).double()}, "query must be bf16, fp16 or fp32"),
-        ({"query": torch.randn(2, 16)}, r"query must be \[R, H, d\]"),
-        ({"query": torch.randn(2, 4, 8)}, "keys must be torch.float32"),
-        ({"query": torch.randn(3, 4, 16)}, r"lengths must be \[3\]"),
-        ({"query": torch.randn(2, 3, 16)}, "K a divisor of 3 heads"),
-        ({"keys": torch.randn(2, 2, 16, 9).mT}, "contiguous in the last"),
-        ({"values": torch.randn(2, 2, 9, 16).half()}, "values must be torch.float32"),
-        ({"prompt_values": torch.randn(1, 2, 4, 16)}, "prompt_values must be"),
-        ({"prompt_keys": torch.randn(1, 1, 5, 16), "prompt_values": torch.randn(1, 1, 5, 16)}, "have 2 heads"),
-        ({"lengths": torch.tensor([1, 2])}, "lengths must be int32"),
-        ({"members": torch.tensor([[0, 1]])}, "members must be int32"),
-        ({"members": torch.zeros(2, 2, dtype=torch.int32)}, r"members must be int32 \[1, G\]"),
-        ({"prompt_lengths": torch.zeros(0, dtype=torch.int32)}, r"prompt_lengths must be \[1\]"),
-    ],
-    ids=str,
-)
-def test_bad_arguments_of_group_decode(change, message):
-    case = random_decode([[1, 0]], [5], [9, 3], heads=(4, 2), depth=16) | change
-    with pytest.raises(ValueError, match=message):
-        group_decode(**case)
+    assert group_decode(**random_decode([[-1]], [4], [], heads=(4, 2), depth=16)).shape == (0, 4, 16)

@@ -1,6 +1,6 @@
-"""linear_grpo_loss with everything around its kernels: which rows are kept, masks, layouts, torch.compile.
+"""The losses with everything around their kernels: which rows are kept, masks, layouts, torch.compile.
 
-The kernels have their own files; this one mirrors loss/losses.py with the Triton backend.
+The kernels of the head have their own files; this one mirrors loss/losses.py with the Triton backend, and logits.py.
 
 Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
 """
@@ -18,9 +18,15 @@ import fastgrpo.loss.losses
 from fastgrpo import grpo_loss, linear_grpo_loss, logits_grpo_loss
 from fastgrpo.kernels import launch
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+FIRST = ("dapo", "device")  # on a GPU only the device knows which rows are kept
+KNOWN = pytest.mark.parametrize(
+    ("name", "known_to"), [FIRST, *((name, "host") for name in OBJECTIVES if name != "dapo"), slow("dapo", "host"),
+                           *(slow(name, "device") for name in OBJECTIVES if name != "dapo")],
+)  # fmt: skip
 
-@pytest.mark.parametrize("known_to", ("host", "device"))
-@pytest.mark.parametrize("name", OBJECTIVES)
+
+@KNOWN
 def test_linear_grpo_loss(name, known_to, batch, monkeypatch):
     hidden, weight, kwargs = batch
     kwargs = {**kwargs, **OBJECTIVES[name], "return_entropy": True}
@@ -30,24 +36,29 @@ def test_linear_grpo_loss(name, known_to, batch, monkeypatch):
     same(run(linear_grpo_loss, (hidden, weight), kwargs, "triton", factor=1.7), theirs)
 
 
-@pytest.mark.parametrize("chunk_rows", (16, 4))
-def test_sequence_level_ratios_where_the_device_alone_knows_the_rows(chunk_rows, batch, monkeypatch):
-    """Several chunks: no look at the lengths, which would wait for the device, but a forward pass ahead."""
+@KNOWN
+def test_logits_grpo_loss(name, known_to, batch, monkeypatch):
     hidden, weight, kwargs = batch
-    kwargs |= OBJECTIVES["gspo"]
-    theirs = run(linear_grpo_loss, (hidden, weight), kwargs, "chunked")
+    kwargs = {**kwargs, **OBJECTIVES[name], "return_entropy": True, "temperature": torch.rand(N) + 0.5}
+    logits = hidden @ weight.T
+    logits[~kwargs["mask"]] = math.nan
+    theirs = run(logits_grpo_loss, (logits,), kwargs, "chunked", factor=1.7)
+    if known_to == "device":
+        device_only_mask(monkeypatch)
+    for inplace in (False, True):
+        same(run(logits_grpo_loss, (logits,), {**kwargs, "inplace": inplace}, "triton", factor=1.7), theirs)
+
+
+@pytest.mark.parametrize("name", ("dapo", "gspo"))
+def test_grpo_loss(name, batch, monkeypatch):
+    _, _, kwargs = batch
+    del kwargs["targets"]
+    kwargs |= OBJECTIVES[name]
+    logps = kwargs["old_logps"] + 0.2 * torch.randn(N)
+    theirs = run(grpo_loss, (logps,), kwargs, "chunked")
+    same(run(grpo_loss, (logps,), kwargs, "triton"), theirs)
     device_only_mask(monkeypatch)
-    several_chunks(monkeypatch, chunk_rows)
-
-    def refused(self):
-        raise AssertionError("a host sync")
-
-    for name in ("tolist", "item"):
-        monkeypatch.setattr(torch.Tensor, name, refused)
-    monkeypatch.setattr(fastgrpo.loss.inputs, "_on_host", lambda values: False)
-    ours = run(linear_grpo_loss, (hidden, weight), kwargs, "triton")
-    monkeypatch.undo()
-    same(ours, theirs)
+    same(run(grpo_loss, (logps,), kwargs, "triton"), theirs)
 
 
 def several_chunks(monkeypatch, chunk_rows):
@@ -55,15 +66,23 @@ def several_chunks(monkeypatch, chunk_rows):
     monkeypatch.setattr(fastgrpo.loss.losses.head_kernels, "linear_grpo_loss", partial(original, chunk_rows=chunk_rows))
 
 
-def test_softcap_bias_and_temperatures(batch):
+def test_sequence_level_ratios_where_only_the_device_knows_the_rows(batch, monkeypatch):
+    """Several chunks: no look at the lengths, which would wait for the device, but a forward pass ahead."""
     hidden, weight, kwargs = batch
-    kwargs |= {"bias": torch.randn(V), "logit_softcap": 4.0, "temperature": torch.rand(N) + 0.5, "beta": 0.1}
-    same(*(run(linear_grpo_loss, (hidden, weight), kwargs, backend) for backend in ("triton", "chunked")))
+    kwargs |= OBJECTIVES["gspo"]
+    theirs = run(linear_grpo_loss, (hidden, weight), kwargs, "chunked")
+    device_only_mask(monkeypatch)
+    several_chunks(monkeypatch, 4)
+    for name in ("tolist", "item"):  # a host sync
+        monkeypatch.setattr(torch.Tensor, name, None)
+    monkeypatch.setattr(fastgrpo.loss.inputs, "_on_host", lambda values: False)
+    ours = run(linear_grpo_loss, (hidden, weight), kwargs, "triton")
+    monkeypatch.undo()
+    same(ours, theirs)
 
 
-@pytest.mark.parametrize("known_to", ("host", "device"))
 @pytest.mark.parametrize("name", ("dapo", "gspo"))
-def test_masked_rows_may_hold_anything(name, known_to, batch, monkeypatch):
+def test_masked_rows_may_hold_anything(name, batch, monkeypatch):
     hidden, weight, kwargs = batch
     clean = run(linear_grpo_loss, (hidden, weight), {**kwargs, **OBJECTIVES[name]}, "triton")
     out = ~kwargs["mask"]
@@ -72,8 +91,9 @@ def test_masked_rows_may_hold_anything(name, known_to, batch, monkeypatch):
     for column in ("old_logps", "ref_logps"):
         kwargs[column][out] = math.nan
     kwargs["targets"][out] = -100
-    if known_to == "device":
-        device_only_mask(monkeypatch)
+    rows = kwargs["mask"].nonzero()[:, 0]
+    same(run(linear_grpo_loss, (hidden, weight), {**kwargs, **OBJECTIVES[name], "rows": rows}, "triton"), clean)
+    device_only_mask(monkeypatch)
     same(run(linear_grpo_loss, (hidden, weight), {**kwargs, **OBJECTIVES[name]}, "triton"), clean)
 
 
@@ -95,67 +115,28 @@ def test_anomaly_mode_asserts_what_active_rows_hold(batch, monkeypatch):
                 linear_grpo_loss(hidden, weight, **{**kwargs, name: broken}, backend="triton")
 
 
-@pytest.mark.parametrize("name", ("linear_grpo_loss", "logits_grpo_loss", "grpo_loss", "linear_logprob"))
+@pytest.mark.parametrize("name", ("linear_grpo_loss", "logits_grpo_loss", "linear_logprob"))
 def test_second_derivatives_are_refused_by_name(name, batch):
     hidden, weight, kwargs = batch
-    hidden, targets, advantages = hidden.clone().requires_grad_(), kwargs["targets"], torch.ones(N)
-    loss = {
-        "linear_grpo_loss": lambda: linear_grpo_loss(hidden, weight, targets, advantages, backend="triton").loss,
-        "logits_grpo_loss": lambda: logits_grpo_loss(hidden @ weight.T, targets, advantages, backend="triton").loss,
-        "grpo_loss": lambda: grpo_loss((hidden @ weight.T)[:, 0], None, advantages, backend="triton").loss,
-        "linear_logprob": lambda: fastgrpo.linear_logprob(hidden, weight, targets, backend="triton").sum(),
-    }[name]()
+    hidden, targets = hidden.clone().requires_grad_(), kwargs["targets"]
+    tensors = (hidden @ weight.T,) if name == "logits_grpo_loss" else (hidden, weight)
+    advantages = () if name == "linear_logprob" else (torch.ones(N),)
+    found = getattr(fastgrpo, name)(*tensors, targets, *advantages, backend="triton")
     with pytest.raises(RuntimeError, match=f"^{name} has no second derivatives"):
-        torch.autograd.grad(loss, hidden, create_graph=True)
+        torch.autograd.grad(found.sum() if name == "linear_logprob" else found.loss, hidden, create_graph=True)
 
 
-@pytest.mark.parametrize("known_to", ("host", "device"))
-def test_a_batch_without_a_kept_row(known_to, batch, monkeypatch):
+@pytest.mark.parametrize("loss", (linear_grpo_loss, logits_grpo_loss))
+def test_a_batch_without_a_kept_row(loss, batch, monkeypatch):
     hidden, weight, kwargs = batch
     kwargs["mask"] = torch.zeros(N, dtype=torch.bool)
-    if known_to == "device":
-        device_only_mask(monkeypatch)
-    out, grads = run(linear_grpo_loss, (hidden, weight), kwargs, "triton")
-    assert out.loss == 0 and not out.active.any() and (out.logps == 0).all()
-    assert all((g == 0).all() for g in grads) and all(v == 0 for v in out.metrics.values())
-
-
-@pytest.mark.parametrize("name", ("dapo", "gspo"))
-def test_rows_from_the_host(name, batch):
-    hidden, weight, kwargs = batch
-    kwargs |= OBJECTIVES[name]
-    rows = kwargs["mask"].nonzero()[:, 0]
-    theirs = run(linear_grpo_loss, (hidden, weight), kwargs, "triton")
-    same(run(linear_grpo_loss, (hidden, weight), {**kwargs, "rows": rows}, "triton"), theirs)
-
-
-def test_padded_layout_and_per_token_advantages(batch):
-    hidden, weight, kwargs = batch
-    shape = (4, 6)
-    padded = {k: v.view(shape) for k, v in kwargs.items() if v.shape == (N,)}
-    padded["advantages"] = torch.randn(shape)
-    same(*(run(linear_grpo_loss, (hidden.view(4, 6, D), weight), padded, b) for b in ("triton", "chunked")))
-
-
-def test_no_old_logps_is_a_ratio_of_one(batch):
-    hidden, weight, kwargs = batch
-    kwargs["old_logps"] = None
-    out, _ = run(linear_grpo_loss, (hidden, weight), kwargs, "triton")
-    assert out.metrics["ratio/mean"] == 1 and out.metrics["ratio/max"] == 1
-
-
-def test_micro_batches_sum_to_the_batch(batch):
-    hidden, weight, kwargs = batch
-    del kwargs["cu_seqlens"]
-    kwargs |= {"advantages": torch.randn(N), "num_items_in_batch": kwargs["mask"].sum()}
-    whole, whole_grads = run(linear_grpo_loss, (hidden, weight), kwargs, "triton")
-    halves = []
-    for part in (slice(0, 10), slice(10, N)):
-        cut = {k: v[part] if isinstance(v, torch.Tensor) and v.ndim else v for k, v in kwargs.items()}
-        halves.append(run(linear_grpo_loss, (hidden[part], weight), cut, "triton"))
-    torch.testing.assert_close(sum(out.loss for out, _ in halves), whole.loss)
-    torch.testing.assert_close(torch.cat([g[0] for _, g in halves]), whole_grads[0])
-    torch.testing.assert_close(sum(g[1] for _, g in halves), whole_grads[1])
+    tensors = (hidden, weight) if loss is linear_grpo_loss else (hidden @ weight.T,)
+    for known_to in ("host", "device"):
+        if known_to == "device":
+            device_only_mask(monkeypatch)
+        out, grads = run(loss, tensors, kwargs, "triton")
+        assert out.loss == 0 and not out.active.any() and (out.logps == 0).all()
+        assert all((g == 0).all() for g in grads) and all(v == 0 for v in out.metrics.values())
 
 
 def test_autocast(batch):
@@ -169,43 +150,54 @@ def test_autocast(batch):
     assert all(torch.equal(a, b.float()) for a, b in zip(ours[1], grads, strict=True))
 
 
-@pytest.mark.parametrize("name", ("dapo", "gspo"))
-def test_torch_compile_over_several_chunks(name, batch, monkeypatch):
-    several_chunks(monkeypatch, 8)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
+def test_logits_are_overwritten_and_a_second_backward_is_refused(dtype, batch):
     hidden, weight, kwargs = batch
-    kwargs |= OBJECTIVES[name]
-    kwargs["rows"] = kwargs["mask"].nonzero()[:, 0]
+    given = (hidden @ weight.T).to(dtype).requires_grad_().clone()
+    out = logits_grpo_loss(given, inplace=True, backend="triton", **kwargs)
+    (grad,) = torch.autograd.grad(out.loss * 2, given, retain_graph=True)
+    assert grad.data_ptr() == given.data_ptr() and grad.dtype == dtype
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.loss, given)
 
-    def loss(hidden, weight):
-        return linear_grpo_loss(hidden, weight, backend="triton", **kwargs).loss * 3
 
-    check_compiled(loss, hidden, weight, "aot_eager", exact=name != "gspo")  # compiled, gspo chunks by rows
+def test_logits_rows_past_2_to_the_31(batch):
+    hidden, weight, kwargs = batch
+    near = (hidden @ weight.T)[:3].half()
+    far = torch.empty_strided((3, V), (2**30, 1), dtype=torch.float16).copy_(near)
+    kwargs = {"targets": kwargs["targets"][:3], "advantages": torch.randn(3), "old_logps": kwargs["old_logps"][:3]}
+    results = []
+    for logits in (far, near):
+        leaf = logits.requires_grad_()
+        out = logits_grpo_loss(leaf, inplace=True, backend="triton", **kwargs)
+        results.append((out, torch.autograd.grad(out.loss, leaf)))
+    same(*results)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
-@pytest.mark.parametrize("chunk_rows", (launch.CHUNK_ROWS, 8))
-def test_torch_compile_with_inductor(chunk_rows, batch, monkeypatch):
-    """It lays out the operators' results anew and takes their mutations apart."""
+@pytest.mark.parametrize(
+    ("name", "chunk_rows", "backend"),
+    [
+        ("linear_grpo_loss", 8, "aot_eager"),
+        slow("linear_grpo_loss", launch.CHUNK_ROWS, "aot_eager"),
+        slow("linear_grpo_loss", launch.CHUNK_ROWS, "inductor"),  # lays out the results of operators anew
+        slow("linear_grpo_loss", 8, "inductor"),
+        ("linear_logprob", 8, "aot_eager"),
+        slow("logits_grpo_loss", 8, "aot_eager"),
+        slow("grpo_loss", 8, "aot_eager"),
+    ],
+)
+def test_torch_compile(name, chunk_rows, backend, batch, monkeypatch):
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("Inductor needs a C++ compiler on the CPU")
     several_chunks(monkeypatch, chunk_rows)
     hidden, weight, kwargs = batch
-    kwargs |= OBJECTIVES["dapo"]
-    kwargs["rows"] = torch.arange(0, N, 2)
-    check_compiled(
-        lambda h, w: linear_grpo_loss(h * 1.5, w, backend="triton", **kwargs).loss * 3, hidden, weight, "inductor"
-    )
-
-
-# "eager" stops after the first half of what "aot_eager" does.
-@pytest.mark.parametrize("backend", (pytest.param("eager", marks=pytest.mark.slow), "aot_eager"))
-@pytest.mark.parametrize("function", (linear_grpo_loss, fastgrpo.linear_logprob))
-def test_torch_compile(function, backend, batch):
-    hidden, weight, kwargs = batch
-    kwargs["rows"] = torch.arange(0, N, 2)
-
-    def loss(hidden, weight):
-        if function is fastgrpo.linear_logprob:
-            return function(hidden, weight, kwargs["targets"], backend="triton").sum()
-        return function(hidden, weight, backend="triton", **kwargs).loss
-
+    kwargs |= {**OBJECTIVES["dapo"], "rows": torch.arange(0, N, 2), "backend": "triton"}
+    targets = kwargs["targets"]
+    rest = {key: value for key, value in kwargs.items() if key != "targets"}
+    loss = {
+        "linear_grpo_loss": lambda h, w: linear_grpo_loss(h * 1.5, w, **kwargs).loss * 3,
+        "linear_logprob": lambda h, w: fastgrpo.linear_logprob(h, w, targets, backend="triton").sum(),
+        "logits_grpo_loss": lambda h, w: logits_grpo_loss(h @ w.T, **kwargs).loss,
+        "grpo_loss": lambda h, w: grpo_loss((h * w[targets]).sum(-1), **rest).loss,
+    }[name]
     check_compiled(loss, hidden, weight, backend)

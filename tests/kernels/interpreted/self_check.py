@@ -7,16 +7,12 @@ process with TRITON_INTERPRET=1.
 import logging
 
 import pytest
-import tiny
 import torch
-from loss_runs import OBJECTIVES, D, V, device_only_mask, run, same
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from loss_runs import OBJECTIVES, device_only_mask, run, same
 
 from fastgrpo import grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
 from fastgrpo.kernels import head as head_kernels
 from fastgrpo.kernels import logits as logits_kernels
-from fastgrpo.kernels.head_torch import CAST_BYTES
 from fastgrpo.loss import dispatch
 
 
@@ -42,7 +38,7 @@ def call(name, batch):
 NAMES = ("linear_grpo_loss", "logits_grpo_loss", "grpo_loss")
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", ["gspo", "bonus", pytest.param("vespo", marks=pytest.mark.slow)])
 def test_right_kernels_pass(objective, batch, monkeypatch):
     device_only_mask(monkeypatch)
     for name in NAMES:
@@ -55,7 +51,7 @@ def test_right_kernels_pass(objective, batch, monkeypatch):
 
 
 def spoil(monkeypatch, name):
-    """Plant an error in the kernels of a loss: values that are off by 1%, or sums without one vocabulary tile."""
+    """Plant an error in the kernels of a loss: gradients off by 2%, or sums without one vocabulary tile."""
     if name == "linear_grpo_loss":
         original = head_kernels.linear_exp_fwd
 
@@ -67,8 +63,12 @@ def spoil(monkeypatch, name):
 
         monkeypatch.setattr(head_kernels, "linear_exp_fwd", lacks_a_tile)
     elif name == "logits_grpo_loss":
-        original = logits_kernels._logits_grpo_fwd_kernel
-        monkeypatch.setattr(logits_kernels, "_logits_grpo_fwd_kernel", Refusing(original))
+        # a launch fails as one does that wants more shared memory than the GPU has
+        class Refusing:
+            def __getitem__(self, grid):
+                raise RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448")
+
+        monkeypatch.setattr(logits_kernels, "_logits_grpo_fwd_kernel", Refusing())
     else:
         original = logits_kernels.policy_loss_fwd
 
@@ -77,19 +77,6 @@ def spoil(monkeypatch, name):
             return loss, g * 1.02, metrics
 
         monkeypatch.setattr(logits_kernels, "policy_loss_fwd", off)
-
-
-class Refusing:
-    """A kernel whose launch fails as one does that wants more shared memory than the GPU has."""
-
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def __getitem__(self, grid):
-        def launch(*args, **kwargs):
-            raise RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448")
-
-        return launch
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -120,66 +107,11 @@ def test_log_probs(batch, monkeypatch, caplog):
     assert torch.equal(ours, expected) and "the kernel of linear_logprob failed" in caplog.records[0].getMessage()
 
 
-def test_what_a_sample_may_hold(batch, monkeypatch):
-    """Rows of every kind that a healthy kernel computes rightly must not speak against it."""
+def test_small_gradients_and_no_rows_do_not_speak_against_a_kernel(batch):
     hidden, weight, kwargs = batch
-    cases = {
-        "a large step": ({"num_items_in_batch": 300_000}, torch.float16),
-        "advantages of 0": ({"advantages": torch.zeros(6)}, torch.float32),
-        "no rows": ({"rows": torch.tensor([], dtype=torch.int64)}, torch.float32),
-    }
-    for case, (more, dtype) in cases.items():
-        if case == "advantages of 0":
-            device_only_mask(monkeypatch)
-        dispatch._verdicts.clear()
-        tensors = [x.to(dtype) for x in (hidden, weight)]
-        run(linear_grpo_loss, tensors, {**kwargs, **more}, "triton")
-        assert list(dispatch._verdicts.values()) == ([] if case == "no rows" else [True]), case
-    linear_logprob(hidden[:0], weight, kwargs["targets"][:0], backend="triton")
-
-
-def test_a_loss_in_a_checkpointed_region(batch):
-    hidden, weight, kwargs = batch
-
-    def region(hidden, weight):
-        return linear_grpo_loss(hidden, weight, backend="triton", **kwargs).loss
-
-    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-    checkpoint(region, *leaves, use_reentrant=False).backward()
-    _, expected = run(linear_grpo_loss, (hidden, weight), kwargs, "chunked")
+    run(linear_grpo_loss, (hidden.half(), weight.half()), {**kwargs, "num_items_in_batch": 300_000}, "triton")
     assert list(dispatch._verdicts.values()) == [True]
-    for leaf, grad in zip(leaves, expected, strict=True):
-        torch.testing.assert_close(leaf.grad, grad, rtol=1e-4, atol=1e-6)
-
-
-class Counting(TorchDispatchMode):
-    """Counts the operators that run, each of which is a launch or a few on a GPU."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
-def count(function):
-    with Counting() as counting:
-        function()
-    return counting.count
-
-
-def test_the_checks_of_a_run_are_one_percent_of_it_at_most(batch):
-    """Six checks (the loss, log-probs in two forms, the reference's, decoding, draws) against 200 steps.
-
-    The smallest of models has two layers, and a step has at least one pass forward and back and one call of the loss;
-    the rollout is not even counted.
-    """
-    function, tensors, kwargs = call("linear_grpo_loss", batch)
-    first, second = (count(lambda: run(function, tensors, kwargs, "auto")) for _ in range(2))
-    model, ids = tiny.model("qwen2"), torch.randint(3, 60, (1, 8))
-    layers = count(lambda: model.model(ids).last_hidden_state.sum().backward())
-    # one block of the weight; a larger vocabulary comes with more layers than two
-    assert 4 * V * D <= CAST_BYTES
-    assert 0 < 6 * (first - second) < 0.01 * 200 * (second + layers)
+    dispatch._verdicts.clear()
+    run(linear_grpo_loss, (hidden, weight), {**kwargs, "rows": torch.tensor([], dtype=torch.int64)}, "triton")
+    linear_logprob(hidden[:0], weight, kwargs["targets"][:0], backend="triton")
+    assert not dispatch._verdicts

@@ -1,0 +1,97 @@
+"""The loss of logits that are already there: layouts, low precision, what it overwrites and what it keeps."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+from oracle import assert_close, padded_case
+from torch.profiler import ProfilerActivity, profile
+
+from fastgrpo import logits_grpo_loss
+from fastgrpo.kernels import head_torch
+
+
+def problem(dtype=torch.float64):
+    """Logits [B, T, V] and the other arguments."""
+    case = padded_case((5, 3, 0, 4), width=5, dtype=dtype, per_token_temperature=True, sampler=False)
+    return case.hidden @ case.weight.T, case.rest()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_logits_round_once(dtype):
+    """The gradient is the exact one of the rounded logits, rounded to their dtype."""
+    logits, rest = problem(dtype)
+    exact = logits.detach().double().requires_grad_()
+    logits.requires_grad_()
+    for given in (logits, exact):
+        logits_grpo_loss(given, **rest).loss.backward()
+    assert logits.grad.dtype == dtype
+    half_ulp = torch.finfo(dtype).eps / 2
+    assert torch.allclose(logits.grad.double(), exact.grad, rtol=half_ulp * 1.01, atol=1e-7)
+
+
+def test_inplace_writes_the_gradient_over_the_logits_and_refuses_a_second_backward():
+    logits, rest = problem()
+    leaf = logits.requires_grad_()
+    kept, overwritten = leaf * 1, leaf * 1
+    before = kept.detach().clone()
+    out = logits_grpo_loss(kept, **rest)
+    (expected,) = torch.autograd.grad(out.loss, kept, retain_graph=True)
+    assert torch.equal(kept.detach(), before) and torch.equal(torch.autograd.grad(out.loss, kept)[0], expected)
+    out = logits_grpo_loss(overwritten, inplace=True, **rest)
+    (gradient,) = torch.autograd.grad(out.loss, overwritten, retain_graph=True)
+    assert gradient.data_ptr() == overwritten.data_ptr() and torch.equal(overwritten.detach(), expected)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.loss, leaf)
+
+
+def memory(call):
+    """(peak, left): bytes that torch's CPU allocator had given out at most, and still has with the result alive."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = call()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
+    alive = list(accumulate(nbytes for _, _, nbytes in changes))
+    return result, max(alive), alive[-1]
+
+
+@pytest.mark.parametrize("entropy_coef, chunks", [(0.0, 1), (0.1, 2)])
+@pytest.mark.parametrize("inplace", [False, True], ids=["new-gradient", "inplace"])
+def test_memory_is_a_chunk_beside_one_gradient(monkeypatch, inplace, entropy_coef, chunks):
+    rows, vocab, size = 256, 4096, 16
+    monkeypatch.setattr(head_torch, "chunk_rows", lambda vocab_size: size)
+    whole, chunk = rows * vocab * 2, size * vocab * 4
+    logits = torch.randn(rows, vocab).bfloat16().requires_grad_() * 1
+    targets, advantages = torch.randint(vocab, (rows,)), torch.randn(rows)
+    knobs = {"inplace": inplace, "entropy_coef": entropy_coef}
+    out, peak, left = memory(lambda: logits_grpo_loss(logits, targets, advantages, **knobs))
+    assert peak <= 1.2 * chunks * chunk and left <= 0.2 * chunk
+    _, peak, left = memory(lambda: torch.autograd.grad(out.loss, logits))
+    gradient = 0 if inplace else whole
+    # the chunk's gradient is there once more in the logits' dtype, on its way into the whole one
+    assert peak <= gradient + (chunks + 0.7) * chunk and abs(left - gradient) <= 0.2 * chunk
+
+
+def test_logits_of_minus_infinity_are_legal():
+    """A vocabulary entry that is ruled out: probability 0, gradient 0, no NaN, in the entropy bonus either."""
+    logits, rest = problem()
+    logits[..., 3] = -torch.inf
+    rest["targets"][rest["targets"] == 3] = 4
+    logits.requires_grad_()
+    out = logits_grpo_loss(logits, entropy_coef=0.3, **rest)
+    out.loss.backward()
+    assert out.loss.isfinite() and logits.grad.isfinite().all()
+    assert (logits.grad[..., 3] == 0).all() and out.metrics["entropy"] > 0
+
+
+def test_no_row_kept_and_no_gradient_wanted(monkeypatch):
+    logits, rest = problem()
+    logits.requires_grad_()
+    out = logits_grpo_loss(logits, **{**rest, "advantages": torch.zeros(4).double()})
+    out.loss.backward()
+    assert out.loss == 0 and out.metrics["active_tokens"] == 0 and (logits.grad == 0).all()
+    expected = logits_grpo_loss(logits, **rest).loss.detach()
+    monkeypatch.setattr(head_torch, "logit_gradient_", None)  # not called
+    with torch.no_grad():
+        assert_close(logits_grpo_loss(logits, **rest).loss, expected, 1e-15)
+    assert logits_grpo_loss(logits.detach(), **rest).loss.grad_fn is None
