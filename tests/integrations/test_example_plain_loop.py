@@ -1,34 +1,22 @@
 """docs/examples/plain_loop.py: a whole run of it, and what its rollouts hand to the loss."""
 
-import pytest
 import tiny
 import torch
-from paths import ROOT
 
 from docs.examples import plain_loop
 from fastgrpo.policy.characters import character_model
 
 
 def test_the_loop_teaches_vowels(capsys):
-    """Vowels are less than a quarter of what the model writes at first, and nearly all of it in the end."""
     history = plain_loop.main()
     assert history[0] < 0.25 and sum(history[-5:]) / 5 > 0.8
     assert capsys.readouterr().out.count("reward") == len(history)
 
 
-def test_the_examples_can_be_read_at_a_glance():
-    lengths = {path.name: path.read_text().count("\n") for path in (ROOT / "docs" / "examples").glob("*.py")}
-    assert {"plain_loop.py", "lightning_grpo.py"} <= lengths.keys()
-    assert max(lengths.values()) < 80, lengths
-
-
-@pytest.mark.parametrize("padding", [True, False])
-def test_a_model_is_taken_by_its_name(tmp_path, monkeypatch, capsys, padding):
-    """A tokenizer without a padding token pads with its end token."""
+def test_a_model_is_taken_by_its_name_and_may_lack_a_padding_token(tmp_path, monkeypatch, capsys):
     train = plain_loop.train
     monkeypatch.setattr(plain_loop, "train", lambda *given, steps, **how: train(*given, steps=2, **how))
-    assert len(plain_loop.main(tiny.save(tmp_path / "model", padding=padding))) == 2
-    assert "step   2  reward" in capsys.readouterr().out
+    assert len(plain_loop.main(tiny.save(tmp_path / "model", padding=False))) == 2
 
 
 def test_what_follows_a_stop_token_is_masked_and_prompts_of_any_length_are_read_alike(monkeypatch):

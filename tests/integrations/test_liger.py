@@ -1,78 +1,121 @@
-"""Our LigerFusedLinearGRPOLoss: Liger's signature, the truth everywhere, and Liger's numbers where they are right."""
+"""Our LigerFusedLinearGRPOLoss and triton_grpo_loss: Liger's signatures, and the truth where Liger has it or not."""
 
-import importlib
+import importlib.util
 import inspect
+import multiprocessing
 import os
 import subprocess
 import sys
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss as TheirClass
+from liger_kernel.transformers.grpo_loss import triton_grpo_loss as their_function
 from paths import ROOT
 
 from benchmarks import liger_cases
-from benchmarks.liger_cases import CASES, CLOSE, FULL, RAGGED, TEMPERATURE, batch, gap, is_right, run_class, truth
-from fastgrpo.integrations.liger import LigerFusedLinearGRPOLoss
-
-
-@pytest.fixture(scope="module")
-def liger():
-    return importlib.import_module("liger_kernel.chunked_loss.grpo_loss")
+from benchmarks.liger_cases import (
+    CASES,
+    CLOSE,
+    FULL,
+    RAGGED,
+    TEMPERATURE,
+    batch,
+    function_knobs,
+    gap,
+    is_right,
+    logits_of,
+    run_class,
+    run_function,
+    truth,
+)  # fmt: skip
+from fastgrpo import Objective
+from fastgrpo.integrations import liger
+from fastgrpo.integrations.liger import (
+    LigerFusedLinearGRPOLoss,
+    step_tokens,
+    triton_grpo_loss,
+)
 
 
 def parameters(function):
     return [(name, p.kind, p.default) for name, p in inspect.signature(function).parameters.items()]
 
 
-def test_the_signature_is_liger_s(liger):
-    theirs = liger.LigerFusedLinearGRPOLoss
+def test_signatures_are_ligers():
+    assert parameters(triton_grpo_loss) == parameters(their_function)
     for name in ("__init__", "forward"):
-        assert parameters(getattr(LigerFusedLinearGRPOLoss, name)) == parameters(getattr(theirs, name))
+        assert parameters(getattr(LigerFusedLinearGRPOLoss, name)) == parameters(getattr(TheirClass, name))
     settings = {name: default for name, _, default in parameters(LigerFusedLinearGRPOLoss.__init__) if name != "self"}
     assert {name: getattr(LigerFusedLinearGRPOLoss(), name) for name in settings} == settings
 
 
+def test_liger_need_not_be_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    spec = importlib.util.spec_from_file_location("again", liger.__file__)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_every_loss_is_the_truth(name):
+def test_every_loss_is_the_truth_and_ligers_where_that_is_right(name):
     knobs, options = CASES[name]
     p = batch(**options)
-    assert gap(run_class(LigerFusedLinearGRPOLoss, p, knobs), truth(p, knobs)) <= CLOSE
+    true = truth(p, knobs)
+    assert gap(run_class(LigerFusedLinearGRPOLoss, p, knobs), true) <= CLOSE
+    assert gap(run_function(triton_grpo_loss, p, knobs), true) <= CLOSE
+    for lengths in (FULL, RAGGED):
+        if is_right(name, lengths):
+            p = batch(lengths, **options)
+            ours, theirs = (run_class(kind, p, knobs) for kind in (LigerFusedLinearGRPOLoss, TheirClass))
+            assert gap(ours, theirs) <= CLOSE
 
 
-@pytest.mark.parametrize(
-    ("name", "lengths"),
-    [
-        pytest.param(name, lengths, id=f"{name}-{'full' if lengths is FULL else 'ragged'}")
-        for name in CASES
-        for lengths in (FULL, RAGGED)
-        if is_right(name, lengths)
-    ],
-)
-def test_every_loss_is_liger_s_where_that_is_right(name, lengths, liger):
+def arguments(p, knobs, **more):
+    """Every argument of the function except the logits."""
+    return {
+        "old_logp": p.old_logps, "ref_logp": p.ref_logps if knobs.get("beta") else None, "completion_ids": p.ids,
+        "advantages": p.advantages, "completion_mask": p.mask, "temperature": TEMPERATURE, "vllm_is_ratio": p.ratio,
+        **function_knobs(knobs), **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_loss_per_token_is_the_truth(name):
+    """Any sum over the tokens, negative weights too, is that of the truth, and so is its gradient."""
     knobs, options = CASES[name]
-    p = batch(lengths, **options)
-    theirs = run_class(liger.LigerFusedLinearGRPOLoss, p, knobs)
-    assert gap(run_class(LigerFusedLinearGRPOLoss, p, knobs), theirs) <= CLOSE
-
-
-def test_the_sign_of_an_advantage_shows(liger):
-    """A test of the tests above: they tell a wrong loss from a right one."""
-    p, knobs = batch(), CASES["dapo-corrected"][0]
-    theirs = run_class(liger.LigerFusedLinearGRPOLoss, p, knobs)
-    p.advantages = -p.advantages
-    assert gap(run_class(LigerFusedLinearGRPOLoss, p, knobs), theirs) > 0.1
+    p = batch(**options)
+    weights = torch.randn(p.mask.shape, generator=torch.Generator().manual_seed(2))
+    logits = logits_of(p).requires_grad_()
+    losses, kls, clipped = triton_grpo_loss(logits, **arguments(p, knobs, inplace=False))
+    assert (losses[~p.mask] == 0).all() and (clipped[~p.mask] == 0).all()
+    total = (losses * weights).sum()
+    total.backward()
+    metrics = [clipped.sum() / p.mask.sum()]
+    if knobs.get("beta"):
+        metrics.insert(0, kls.sum() / p.mask.sum())
+    else:
+        assert kls is None
+    found = total.detach(), metrics, {"logits": logits.grad[:, :-1]}
+    assert gap(found, truth(p, knobs, token_weights=weights)) <= CLOSE
+    assert (logits.grad[:, -1] == 0).all()
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo", "grpo"])
-def test_tokens_of_the_step(loss_type, liger):
+def test_tokens_of_the_step(loss_type):
     p, knobs = batch(), {"loss_type": loss_type, "epsilon_high": 1.5}
-    ours = run_class(LigerFusedLinearGRPOLoss, p, knobs, num_items=37)
-    assert gap(ours, truth(p, knobs, num_items=37)) <= CLOSE
-    assert gap(ours, run_class(liger.LigerFusedLinearGRPOLoss, p, knobs, num_items=torch.tensor(37))) <= CLOSE
+    true = truth(p, knobs, num_items=37)
+    assert gap(run_class(LigerFusedLinearGRPOLoss, p, knobs, num_items=37), true) <= CLOSE
+    assert gap(run_class(TheirClass, p, knobs, num_items=torch.tensor(37)), true) <= CLOSE
+    if loss_type != "grpo":
+        assert gap(run_function(triton_grpo_loss, p, knobs, num_items=37), true) <= CLOSE
 
 
 @pytest.mark.parametrize("use_ref_model", [True, False])
-def test_the_reference_by_its_states(use_ref_model, liger):
+def test_the_reference_by_its_states(use_ref_model):
     p, noise = batch(), torch.Generator().manual_seed(1)
     states = {
         "ref_input": p.hidden + 0.3 * torch.randn(p.hidden.shape, generator=noise),
@@ -80,11 +123,12 @@ def test_the_reference_by_its_states(use_ref_model, liger):
         "ref_bias": p.bias + 0.1 * torch.randn(p.bias.shape, generator=noise),
     }
     results = []
-    for module in (liger.LigerFusedLinearGRPOLoss, LigerFusedLinearGRPOLoss):
+    for kind in (TheirClass, LigerFusedLinearGRPOLoss):
         hidden = p.hidden.clone().requires_grad_()
-        loss_of = module(compiled=False, temperature=TEMPERATURE, use_ref_model=use_ref_model, beta=0.2)
+        loss_of = kind(compiled=False, temperature=TEMPERATURE, use_ref_model=use_ref_model, beta=0.2)
         loss, metrics = loss_of(hidden, p.weight, p.ids, p.mask, p.advantages, p.bias, **states)
         loss.backward()
+        assert isinstance(metrics, tuple) and all(m.shape == () and m.dtype == torch.float32 for m in (loss, *metrics))
         results.append((loss.detach(), metrics, {"hidden": hidden.grad}))
     assert gap(*results) <= CLOSE and (results[1][1][0] > 0) == use_ref_model
 
@@ -95,23 +139,10 @@ def test_log_probs_of_the_reference_go_before_its_states():
     with pytest.warns(UserWarning, match="Using ref_per_token_logps"):
         both = run_class(LigerFusedLinearGRPOLoss, p, {"beta": 0.2}, **given)
     assert gap(both, run_class(LigerFusedLinearGRPOLoss, p, {"beta": 0.2})) == 0
-    with pytest.raises(ValueError, match="need ref_per_token_logps, or ref_input and ref_weight"):
-        run_class(LigerFusedLinearGRPOLoss, p, {"beta": 0.2}, ref_input=p.hidden)
-
-
-def test_the_results_are_of_liger_s_types(liger):
-    p = batch()
-    for beta, count in ((0.0, 1), (0.2, 2)):
-        for module in (liger.LigerFusedLinearGRPOLoss, LigerFusedLinearGRPOLoss):
-            loss_of = module(compiled=False, beta=beta)
-            loss, metrics = loss_of(p.hidden, p.weight, p.ids, p.mask, p.advantages, ref_per_token_logps=p.ref_logps)
-            assert loss.shape == () and loss.dtype == torch.float32
-            assert isinstance(metrics, tuple) and len(metrics) == count
-            assert all(metric.shape == () and metric.dtype == torch.float32 for metric in metrics)
 
 
 @pytest.mark.parametrize("name", ["grpo-ratio-k3", "luspo-sequence-plain", "vespo-ratio-of-sequences"])
-def test_nothing_of_the_padding_is_read(name):
+def test_padding_is_not_read(name):
     knobs, options = CASES[name]
     clean, stray = batch(**options), batch(**options)
     for values in (stray.hidden, stray.old_logps, stray.ref_logps):
@@ -119,90 +150,119 @@ def test_nothing_of_the_padding_is_read(name):
     stray.ids[~stray.mask] = -100
     if options.get("ratio") == "token":
         stray.ratio[~stray.mask] = 1e9
-    assert (
-        gap(run_class(LigerFusedLinearGRPOLoss, stray, knobs), run_class(LigerFusedLinearGRPOLoss, clean, knobs)) == 0
-    )
+    assert gap(*(run_class(LigerFusedLinearGRPOLoss, p, knobs) for p in (stray, clean))) == 0
 
 
-def test_what_requires_grad_in_vain_is_taken(liger):
-    """Liger gives these no gradient; neither do we."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype):
+    """A frozen head has no gradient, nor have inputs to which Liger gives none."""
     p = batch(ratio="token")
     constants = [x.requires_grad_() for x in (p.advantages, p.old_logps, p.ref_logps, p.ratio)]
-    run_class(LigerFusedLinearGRPOLoss, p, {"beta": 0.2})
-    assert all(x.grad is None for x in constants)
+    logits, hidden = (x.detach().to(dtype).requires_grad_() for x in (logits_of(p), p.hidden))
+    loss, _ = triton_grpo_loss(logits, **arguments(p, {"beta": 0.2}, reduce=True))
+    weight = p.weight.to(dtype)
+    other, _ = LigerFusedLinearGRPOLoss(use_ref_model=False)(hidden, weight, p.ids, p.mask, p.advantages)
+    (loss + other).backward()
+    assert loss.dtype == other.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert logits.grad.dtype == hidden.grad.dtype == dtype
+    assert all(x.grad is None for x in (*constants, weight))
 
 
-def test_a_frozen_head_and_half_precision():
-    p = batch()
-    hidden, weight = p.hidden.bfloat16().requires_grad_(), p.weight.bfloat16()
-    loss, _ = LigerFusedLinearGRPOLoss(use_ref_model=False)(hidden, weight, p.ids, p.mask, p.advantages.bfloat16())
-    loss.backward()
-    assert hidden.grad.dtype == torch.bfloat16 and weight.grad is None and loss.dtype == torch.float32
-
-
-def test_weights_of_0_leave_nothing_but_the_kl(liger):
-    """As masked sequences have them. A token without weight does not count as clipped here."""
-    p, knobs = batch(ratio="sequence"), {"beta": 0.3}
-    p.ratio[:2] = 0.0
-    ours, theirs = (run_class(m, p, knobs) for m in (LigerFusedLinearGRPOLoss, liger.LigerFusedLinearGRPOLoss))
-    assert gap((ours[0], ours[1][:1], ours[2]), (theirs[0], theirs[1][:1], theirs[2])) <= CLOSE
-    assert ours[1][1] < theirs[1][1]
-
-
-def test_settings_may_be_set_between_calls():
-    p, loss_of = batch(), LigerFusedLinearGRPOLoss(use_ref_model=False)
-    args = (p.hidden, p.weight, p.ids, p.mask, p.advantages)
-    before, _ = loss_of(*args, old_per_token_logps=p.old_logps)
-    loss_of.temperature = TEMPERATURE
-    after, _ = loss_of(*args, old_per_token_logps=p.old_logps)
-    fresh, _ = LigerFusedLinearGRPOLoss(use_ref_model=False, temperature=TEMPERATURE)(
-        *args, old_per_token_logps=p.old_logps
-    )
-    assert after == fresh != before
-
-
-def test_a_tolerance_of_the_backward_changes_gradients_alone():
+def test_settings_may_change_between_calls():
+    """And a tolerance of the backward pass changes only gradients."""
     p, found = batch(), []
-    for tolerance in (0.0, 0.9):
+    for temperature, tolerance in ((1.0, 0.0), (TEMPERATURE, 0.0), (TEMPERATURE, 0.9)):
         leaf, loss_of = p.hidden.clone().requires_grad_(), LigerFusedLinearGRPOLoss(use_ref_model=False)
-        loss_of.backward_tolerance = tolerance
-        loss, metrics = loss_of(leaf, p.weight, p.ids, p.mask, p.advantages, old_per_token_logps=p.old_logps)
-        found.append((loss, metrics, torch.autograd.grad(loss, leaf)[0]))
-    assert found[0][:2] == found[1][:2] and not torch.equal(found[0][2], found[1][2])
+        loss_of.temperature, loss_of.backward_tolerance = temperature, tolerance
+        loss, _ = loss_of(leaf, p.weight, p.ids, p.mask, p.advantages, old_per_token_logps=p.old_logps)
+        found.append((loss, torch.autograd.grad(loss, leaf)[0]))
+    assert found[0][0] != found[1][0] == found[2][0] and not torch.equal(found[1][1], found[2][1])
+
+
+@pytest.mark.parametrize("name", ["dapo-corrected", "grpo-sequence-plain"])
+def test_the_gradient_overwrites_the_logits_only_in_the_backward(name):
+    knobs, options = CASES[name]
+    p = batch(**options)
+    apart, over = (logits_of(p).requires_grad_() for _ in range(2))
+    before = over.detach().clone()
+    triton_grpo_loss(apart, **arguments(p, knobs, inplace=False))[0].sum().backward()
+    losses, *_ = triton_grpo_loss(over, **arguments(p, knobs))
+    assert torch.equal(over.detach().nan_to_num(), before.nan_to_num())
+    losses.sum().backward(retain_graph=True)
+    assert torch.equal(over.grad, apart.grad) and torch.equal(over.detach(), apart.grad)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.sum().backward()
+    loss, _ = triton_grpo_loss(apart, **arguments(p, knobs, reduce=True))
+    with pytest.raises(RuntimeError, match="has no second derivatives"):
+        torch.autograd.grad(loss, apart, create_graph=True)
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 3)])
+def test_sequences_without_tokens(lengths):
+    p, knobs = batch(lengths), CASES["grpo-corrected"][0]
+    loss, metrics, gradients = run_function(triton_grpo_loss, p, knobs)
+    assert gap((loss, metrics, {}), run_class(LigerFusedLinearGRPOLoss, p, knobs)) <= CLOSE
+    assert (gradients["logits"][0] == 0).all() and loss.isfinite() and (loss == 0) == (not any(lengths))
 
 
 @pytest.mark.parametrize(
-    ("knobs", "complaint"),
+    "argument, change",
     [
-        ({"loss_type": "ppo"}, "loss_type must be one of"),
-        ({"loss_type": "dr_grpo"}, "max_completion_length"),
-        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "importance_sampling_level='token'"),
-        ({"loss_type": "cispo", "epsilon_high": 0.0}, "epsilon_high"),
-        ({"loss_type": "sapo", "sapo_temperature_pos": 0.0}, "sapo_temperature_pos"),
-        ({"delta": 0.0}, "delta"),
+        ("loss_type", {"loss_type": "ppo"}),
+        ("max_completion_length", {"loss_type": "dr_grpo"}),
+        ("importance_sampling_level", {"loss_type": "vespo", "importance_sampling_level": "sequence"}),
+        ("epsilon_high", {"loss_type": "cispo", "epsilon_high": 0.0}),
+        ("sapo_temperature_pos", {"loss_type": "sapo", "sapo_temperature_pos": 0.0}),
+        ("delta", {"delta": 0.0}),
     ],
 )
-def test_what_cannot_be_computed_is_refused_at_construction(knobs, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        LigerFusedLinearGRPOLoss(**knobs)
+def test_the_class_rejects_by_name(argument, change):
+    with pytest.raises(ValueError, match=argument):
+        LigerFusedLinearGRPOLoss(**change)
 
 
-def test_delta_is_not_read_where_nothing_is_clipped(liger):
+@pytest.mark.parametrize(
+    "argument, change",
+    [
+        ("logits", {"logits": torch.zeros(5, 6, liger_cases.V)}),
+        ("vllm_is_ratio", {"vllm_is_ratio": torch.ones(3, 1)}),
+        ("ref_logps", {"beta": 0.1}),
+        ("delta", {"loss_type": "sapo", "delta": 1.5}),
+    ],
+)
+def test_the_function_rejects_by_name(argument, change):
     p = batch()
-    for loss_type in ("cispo", "sapo", "vespo"):
-        knobs = {"loss_type": loss_type, "epsilon_high": 1.2, "delta": 1.5}
-        ours, theirs = (run_class(m, p, knobs) for m in (LigerFusedLinearGRPOLoss, liger.LigerFusedLinearGRPOLoss))
-        assert gap(ours, theirs) <= CLOSE
+    with pytest.raises(ValueError, match=argument):
+        triton_grpo_loss(**{"logits": logits_of(p), **arguments(p, {}), **change})
+    with pytest.raises(ValueError, match="ref_per_token_logps"):
+        run_class(LigerFusedLinearGRPOLoss, p, {"beta": 0.2}, ref_input=p.hidden)
 
 
-def test_liger_need_not_be_installed():
-    code = "import fastgrpo.integrations.liger, sys; print([m for m in sys.modules if m.startswith('liger')])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout.strip() == "[]"
+MASK = torch.tensor([[True, True, False], [True, False, False]])
+
+
+def count_on_rank(rank, folder):
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    mask = MASK if rank == 0 else MASK[:1]  # 3 and 2 tokens
+    counted = [float(step_tokens(Objective(), mask, count)) for count in (None, 7, torch.tensor(7))]
+    if rank == 0:  # an objective that does not read the count asks nobody: the other rank makes no call
+        counted.append(step_tokens(Objective("bnpo"), mask, None))
+    Path(folder, str(rank)).write_text(repr(counted))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_processes_divide_by_two(tmp_path):
+    """DDP averages the gradients: each process divides by the tokens of all over the processes."""
+    assert [step_tokens(Objective(), MASK, count) for count in (None, 7)] == [None, 7]
+    multiprocessing.set_forkserver_preload(["torch", "fastgrpo.loss"])
+    mp.start_processes(count_on_rank, args=(str(tmp_path),), nprocs=2, start_method="forkserver")
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["[2.5, 3.5, 3.5, None]", "[2.5, 3.5, 3.5]"]
 
 
 def run_cases(*arguments):
-    """What the cases print in a process of their own, where Liger's Triton function runs in the interpreter."""
+    """What the cases print in a process where Liger's Triton function runs in the interpreter."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     command = [sys.executable, liger_cases.__file__, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
@@ -210,12 +270,9 @@ def run_cases(*arguments):
     return done.stdout
 
 
-def test_the_page_s_table_of_differences(liger):
+@pytest.mark.slow
+def test_the_pages_table_of_differences_from_liger():
     lines = run_cases()
     assert lines.count("\n") == 2 + len(liger_cases.DIFFERENCES)
     assert lines in (ROOT / "docs" / "integrations.md").read_text()
-
-
-@pytest.mark.slow
-def test_the_table_misses_nothing(liger):
     assert run_cases("--search") == f"{2 * len(CASES)} batches, nothing beside the table\n"

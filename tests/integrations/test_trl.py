@@ -79,61 +79,31 @@ def path(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_steps_are_those_of_trl(path, tmp_path, name):
+def test_gradients_losses_and_metrics_are_those_of_trl(path, tmp_path, name):
+    """With tokens of tools, which are left out, in every second case."""
     both = pair(path, tmp_path, **CASES[name])
-    inputs = make_inputs(both.theirs)
-    assert_same_gradients(both, inputs)
-    assert_same_training(both, inputs)
+    assert_same_gradients(both, make_inputs(both.theirs, tools=list(CASES).index(name) % 2 == 1))
 
 
-@pytest.mark.parametrize("name", ["dapo", "luspo-sequence-kl", "vespo", "sapo-off-policy-token_truncate-kl"])
-def test_other_advantages_make_other_steps(path, tmp_path, name):
-    """A test of the tests above: they see a wrong sign."""
+@pytest.mark.parametrize("name", [*TYPES, "bonus-adaptive"])
+def test_five_steps_lead_to_the_weights_of_trl(path, tmp_path, name):
     both = pair(path, tmp_path, **CASES[name])
-    inputs = make_inputs(both.theirs)
-    turned = inputs | {"advantages": -inputs["advantages"]}
-    for check in (assert_same_gradients, assert_same_training):
-        with pytest.raises(AssertionError):
-            check(both, inputs, turned)
+    assert_same_training(both, make_inputs(both.theirs))
 
 
-@pytest.mark.parametrize("name", ["dapo", "luspo-sequence-kl", "cispo-low-cap-corrected", "sapo", "vespo"])
-def test_the_first_update_needs_no_old_log_probs(path, tmp_path, name):
-    both = pair(path, tmp_path, **CASES[name])
-    assert_same_gradients(both, make_inputs(both.theirs, old=False))
-
-
-@pytest.mark.parametrize("name", ["grpo-sequence-kl", "vespo-both-masks-token_mask-kl", "bonus-top-entropy"])
-def test_tokens_of_tools_are_left_out(path, tmp_path, name):
-    both = pair(path, tmp_path, **CASES[name])
-    inputs = make_inputs(both.theirs, tools=True)
-    assert_same_gradients(both, inputs)
-    assert_same_training(both, inputs)
-
-
+@pytest.mark.parametrize("head", [False, True], ids=["lora", "lora and head"])
 @pytest.mark.parametrize("name", ["dapo", "grpo-sequence-kl"])
-def test_lora(path, tmp_path, name):
-    """The head has no gradient then, and the reference is the model without its adapter."""
-    both = pair(path, tmp_path, peft_config=LORA, **CASES[name])
+def test_adapters(path, tmp_path, name, head):
+    """A frozen head has no gradient. Of a head that is trained, peft has a copy; the reference has the original."""
+    both = pair(path, tmp_path, peft_config=LORA_AND_HEAD if head else LORA, **CASES[name])
     both.ours.model.load_state_dict(both.theirs.model.state_dict())
+    layer = both.ours.model.get_output_embeddings()
+    original = layer.original_module.weight.clone() if head else layer.weight.clone()
     inputs = make_inputs(both.theirs)
     assert_same_gradients(both, inputs)
     assert_same_training(both, inputs)
-    assert both.ours.model.get_output_embeddings().weight.grad is None
-
-
-@pytest.mark.parametrize("name", ["dapo", "grpo-sequence-kl"])
-def test_lora_with_a_head_that_is_trained_whole(path, tmp_path, name):
-    """peft copies the head then: the copy is trained, and the reference has the original."""
-    both = pair(path, tmp_path, peft_config=LORA_AND_HEAD, **CASES[name])
-    both.ours.model.load_state_dict(both.theirs.model.state_dict())
-    head = both.ours.model.get_output_embeddings()
-    original = head.original_module.weight.clone()
-    inputs = make_inputs(both.theirs)
-    assert_same_gradients(both, inputs)
-    assert head.weight.grad.any()
-    assert_same_training(both, inputs)
-    assert torch.equal(head.original_module.weight, original) and not torch.equal(head.weight, original)
+    assert torch.equal(layer.original_module.weight if head else layer.weight, original)
+    assert layer.weight.grad.any() if head else layer.weight.grad is None
 
 
 def test_a_mixture_of_experts_keeps_its_auxiliary_loss(tmp_path):
@@ -170,25 +140,16 @@ def test_an_evaluation_has_the_loss_and_the_metrics_of_trl(path, tmp_path, name)
 
 @pytest.mark.parametrize("name", TYPES)
 def test_several_processes_scale_the_loss_as_trl_does(path, tmp_path, monkeypatch, name):
-    """What the others would have sent is left out; `test_two_ranks` has two processes."""
+    """Here without old log-probs, and with advantages of tokens, which subclasses of TRL's trainer may give."""
     monkeypatch.setattr("accelerate.Accelerator.num_processes", 4)
     both = pair(path, tmp_path, **CASES[name])
-    inputs = make_inputs(both.theirs)
+    inputs = make_inputs(both.theirs, old=False)
+    inputs["advantages"] = inputs["advantages"][:, None] * torch.linspace(-1, 2, 6)
     (theirs, _), (ours, _) = gradients(both.theirs, inputs), gradients(both.ours, inputs)
     assert ((ours - theirs).norm() / theirs.norm()).item() <= 1e-5
 
 
-def test_a_batch_without_advantages_has_no_gradient(path, tmp_path):
-    both = pair(path, tmp_path)
-    inputs = make_inputs(both.theirs)
-    inputs["advantages"] = torch.zeros_like(inputs["advantages"])
-    found, losses = gradients(both.ours, inputs)
-    gradients(both.theirs, inputs)
-    assert not found.any() and not losses.any()
-    assert_same_metrics(both.theirs, both.ours)
-
-
-@pytest.mark.parametrize("name", [*TYPES, "bonus", "grpo-sequence-kl", "grpo-entropy-token_truncate-kl"])
+@pytest.mark.parametrize("name", ["dapo", "bonus", "grpo-sequence-kl", "grpo-entropy-token_truncate-kl"])
 @pytest.mark.parametrize("masked", [slice(MICRO), SECOND, slice(None)], ids=["first", "second", "both"])
 def test_micro_batches_without_a_token_that_counts(path, tmp_path, name, masked):
     """As where mask_truncated_completions leaves out all that were drawn."""
@@ -201,14 +162,6 @@ def test_micro_batches_without_a_token_that_counts(path, tmp_path, name, masked)
     assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
     torch.testing.assert_close(own_losses, losses, rtol=1e-5, atol=1e-6)
     assert_same_metrics(both.theirs, both.ours)
-
-
-def test_advantages_may_be_of_tokens(path, tmp_path):
-    """Classes that inherit from TRL's trainer may give advantages [B, T]."""
-    both = pair(path, tmp_path)
-    inputs = make_inputs(both.theirs)
-    inputs["advantages"] = inputs["advantages"][:, None] * torch.linspace(-1, 2, 6)
-    assert_same_gradients(both, inputs)
 
 
 def test_a_trainer_that_is_there_is_patched(path, tmp_path):
@@ -237,40 +190,33 @@ def test_a_tolerance_of_the_backward_changes_gradients_alone(path, tmp_path):
         patch(trainer(trl.GRPOTrainer, path, tmp_path, entropy_coef=0.3), backward_tolerance=0.1)
 
 
-def test_a_trainer_with_a_loss_of_its_own_is_refused(path, tmp_path):
-    class Theirs(trl.GRPOTrainer):
-        def _compute_loss(self, model, inputs):
-            return 0
-
-    with pytest.raises(ValueError, match="must leave _compute_loss to TRL, and Theirs has its own"):
-        patch(trainer(Theirs, path, tmp_path))
-    with pytest.raises(ValueError, match=r"must be a trl.GRPOTrainer, got str"):
-        patch("trainer")
+@pytest.mark.parametrize("method", ["_compute_loss", "get_gamma_weights"])
+def test_a_trainer_that_computes_its_loss_itself_is_refused(path, tmp_path, method):
+    kind = type("Theirs", (trl.GRPOTrainer,), {method: lambda self, *args: 0})
+    with pytest.raises(ValueError, match=method):
+        patch(trainer(kind, path, tmp_path, loss_type="vespo"))
+    theirs = trainer(trl.GRPOTrainer, path, tmp_path)
+    theirs.args._n_gpu = 2
+    for other, name in ((theirs, "2 GPUs"), ("trainer", "str")):
+        with pytest.raises(ValueError, match=name):
+            patch(other)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"torch_compile": True}, "torch_compile=True"),
-        ({"loss_type": "ppo"}, "loss_type='ppo'"),
-        ({"loss_type": "cispo", "epsilon_high": -0.5}, "epsilon_high=-0.5"),
-        ({"loss_type": "vespo", "beta": 0.1, **SEQUENCE}, "importance_sampling_level='sequence' for vespo"),
-        ({"epsilon": 1.5}, "epsilon must be"),
-        ({"delta": -1.0}, "delta must be"),
-        ({"importance_sampling_level": "word"}, "importance_sampling_level must be"),
-        ({"loss_type": "sapo", "sapo_temperature_neg": 0.0}, "sapo_temperature_neg must be"),
-        ({"loss_type": "vespo", "vespo_k_neg": -1.0}, "vespo_k_neg must be"),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"loss_type": "ppo"}, "loss_type"),
+        ({"loss_type": "cispo", "epsilon_high": -0.5}, "epsilon_high"),
+        ({"loss_type": "vespo", "beta": 0.1, **SEQUENCE}, "importance_sampling_level"),
+        ({"delta": -1.0}, "delta"),
+        ({"loss_type": "vespo", "vespo_k_neg": -1.0}, "vespo_k_neg"),
+        ({"peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)}, "peft_config"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(path, tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         trainer(FusedGRPOTrainer, path, tmp_path, **settings)
-
-
-def test_prompt_tuning_is_refused(path, tmp_path):
-    tuned = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
-    with pytest.raises(ValueError, match="peft_config=PromptTuningConfig: prompt tuning"):
-        trainer(FusedGRPOTrainer, path, tmp_path, peft_config=tuned)
 
 
 def test_settings_that_change_in_a_run_change_the_gradient(path, tmp_path):
@@ -283,49 +229,26 @@ def test_settings_that_change_in_a_run_change_the_gradient(path, tmp_path):
     assert_same_gradients(trls, inputs)
 
 
-def test_weights_of_vespo_of_ones_own_are_refused(path, tmp_path):
-    class Theirs(trl.GRPOTrainer):
-        def get_gamma_weights(self, *args, **kwargs):
-            return 1
-
-    with pytest.raises(ValueError, match="get_gamma_weights: leave vespo's weights to TRL"):
-        patch(trainer(Theirs, path, tmp_path, loss_type="vespo"))
-
-
-def test_several_gpus_in_one_process_are_refused(path, tmp_path):
-    theirs = trainer(trl.GRPOTrainer, path, tmp_path)
-    theirs.args._n_gpu = 2
-    with pytest.raises(ValueError, match="2 GPUs in one process: start one for each"):
-        patch(theirs)
-
-
-def test_another_formula_of_trl_is_noticed_after_the_first_loss(path, tmp_path, monkeypatch):
-    """In the first one every ratio is 1, so that a version of TRL that clips otherwise has the same."""
+@pytest.mark.parametrize("when", ["first", "later"])
+def test_another_formula_of_trl_is_noticed(path, tmp_path, monkeypatch, when):
+    """A later version of TRL may add a term, or clip otherwise: at first every ratio is 1, and no clipping shows."""
     one = trainer(FusedGRPOTrainer, path, tmp_path, loss_type="grpo")
-    narrow = dataclasses.replace(integration.objective_of(one), epsilon=1e-6, epsilon_high=1e-6)
-    monkeypatch.setattr(integration, "objective_of", lambda trainer: narrow)
-    gradients(one, make_inputs(one, old=False))
+    if when == "first":
+        theirs = trl.GRPOTrainer._compute_loss
+        monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", lambda *args: theirs(*args) + 0.01)
+    else:
+        narrow = dataclasses.replace(integration.objective_of(one), epsilon=1e-6, epsilon_high=1e-6)
+        monkeypatch.setattr(integration, "objective_of", lambda trainer: narrow)
+        gradients(one, make_inputs(one, old=False))
     with pytest.raises(RuntimeError, match="another loss than fastgrpo knows"):
         gradients(one, make_inputs(one))
-
-
-def test_another_formula_of_trl_is_noticed(path, tmp_path, monkeypatch):
-    """A later version of TRL may add a term that the fused loss does not know."""
-    one = trainer(FusedGRPOTrainer, path, tmp_path)
-    inputs = make_inputs(one)
-    theirs = trl.GRPOTrainer._compute_loss
-    monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", lambda *args: theirs(*args) + 0.01)
-    with pytest.raises(RuntimeError, match="another loss than fastgrpo knows"):
-        gradients(one, inputs)
 
 
 VARIANTS = {
     "one update": {},
     "two updates and a reference": {"num_iterations": 2, "beta": 0.1, "loss_type": "grpo", **MASKS["both-masks"]},
     "lora and bf16": {"peft_config": LORA, "beta": 0.1, "bf16": True, "num_iterations": 2},
-    "gspo": {"loss_type": "grpo", "steps_per_generation": 8, **SEQUENCE},
-    "gradient checkpointing": {"gradient_checkpointing": True},
-    "lora and gradient checkpointing": {"gradient_checkpointing": True, "peft_config": LORA, "beta": 0.1},
+    "gspo": {"loss_type": "grpo", "steps_per_generation": 8, "gradient_checkpointing": True, **SEQUENCE},
 }
 
 
@@ -351,44 +274,13 @@ def test_a_run_is_that_of_trl(path, tmp_path, name):
         assert ours.get("entropy", 0) == pytest.approx(theirs.get("entropy", 0), rel=1e-2 if bf16 else 1e-4)
 
 
-LEVELS = {"token": {}, "sequence": SEQUENCE}
-KLS = {"none": {}, "kl": KL, "corrected": CORRECTED}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kl", KLS)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", [*TYPES, "delta", "cispo-low-cap", "bonus"])
-def test_every_combination(path, tmp_path, name, level, kl):
-    """All masks and importance modes, which TRL reads at each loss, with and without tools."""
-    if (name, level, kl) == ("vespo", "sequence", "corrected"):
-        pytest.skip("refused by name")
-    both = pair(path, tmp_path, **{**CASES[name], **LEVELS[level], **KLS[kl]})
-    for masks in ({}, *MASKS.values()):
-        for mode in ({}, *MODES.values()):
-            changes = {"top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "use_vllm": False}
-            for one in (both.theirs, both.ours):
-                for key, value in {**changes, **masks, **mode}.items():
-                    setattr(one, key, value)
-                one._metrics["train"].clear()
-            assert_same_gradients(both, make_inputs(both.theirs, tools=bool(mode)))
-
-
-@pytest.fixture(scope="module")
-def two_ranks(path, tmp_path_factory):
-    """Runs of two ranks: a function from the name of a case to exit codes and outputs."""
-    return forked("trl_ranks.py", tmp_path_factory.mktemp("ranks"), path)
-
-
-def test_two_ranks(two_ranks):
-    codes, outputs = two_ranks("ranks")
+def test_two_ranks(path, tmp_path):
+    """All ranks notice another formula of TRL: one that stopped would leave the others waiting for its gradients."""
+    ended = forked("trl_ranks.py", tmp_path, path)
+    codes, outputs = ended("ranks")
     assert codes == [0, 0], outputs
     assert all(output.count("same") == 3 for output in outputs), outputs
-
-
-def test_all_ranks_notice_another_formula_of_trl(two_ranks):
-    """One that stopped alone would leave the other waiting for its gradients."""
-    codes, outputs = two_ranks("formula")
+    codes, outputs = ended("formula")
     assert codes == [0, 0], outputs
     noticed = "noticed: this version of TRL has another loss than fastgrpo knows"
     assert all(noticed in output and "(on rank 1)" in output for output in outputs), outputs

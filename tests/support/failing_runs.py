@@ -1,4 +1,4 @@
-"""A script: whole runs of two ranks, in each of which one of them fails alone, or both fail alike."""
+"""A script: whole runs of two ranks, in each of which one of them fails, or both fail alike."""
 
 import errno
 import functools
@@ -13,7 +13,6 @@ import torch
 
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.config.command import run_command
-from fastgrpo.train import main
 
 ROWS = [{"prompt": text} for text in ("ab", "c", "hello ", "1+1=")]
 
@@ -22,35 +21,19 @@ def share_of_a(completions, **_):
     return [text.count("a") / max(len(text), 1) for text in completions]
 
 
-def on_one(rank, act, when):
-    """A reward function that does something else on one rank."""
+def on_one(rank, act):
+    """A reward function that does something else on one rank in the second step."""
 
     def reward(completions, trainer_state, **columns):
-        if int(os.environ["RANK"]) == rank and when(completions, trainer_state):
+        if int(os.environ["RANK"]) == rank and trainer_state.global_step == 1:
             return act(completions)
         return share_of_a(completions)
 
     return reward
 
 
-def second_step(completions, state):
-    return state.global_step == 1 and len(completions) > 2  # two are of the evaluation
-
-
-def evaluation(completions, state):
-    return state.global_step == 2 and len(completions) <= 2
-
-
-def not_a_number(completions):
-    return [float("nan")] * len(completions)
-
-
 def broken(completions):
     raise KeyError("a bug of the reward")
-
-
-def killed(completions):
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def killed_in_the_update(completions):
@@ -62,9 +45,9 @@ def make(folder, reward=share_of_a, **settings):
     defaults = {
         "output_dir": str(folder / "run"), "max_steps": 3, "prompts_per_step": 4, "num_generations": 4,
         "max_completion_length": 6, "logging_steps": 1, "device": "cpu", "gradient_checkpointing": False,
-        "ddp_timeout": 50, "eval_steps": 2, "eval_on_start": False,
+        "ddp_timeout": 50,
     }  # fmt: skip
-    return GRPOTrainer(str(folder.parent / "model"), reward, GRPOConfig(**defaults | settings), ROWS, ROWS[:4])
+    return GRPOTrainer(str(folder.parent / "model"), reward, GRPOConfig(**defaults | settings), ROWS)
 
 
 def train(folder, reward=share_of_a, **settings):
@@ -73,13 +56,12 @@ def train(folder, reward=share_of_a, **settings):
 
 
 def train_with_full_disk(folder):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+
     def command(argv):
         trainer = make(folder)
         if trainer.ranks.lead:
-
-            def full(*_):
-                raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
-
             trainer.log.write = full
         trainer.train()
 
@@ -91,31 +73,18 @@ def train_in_a_script(folder, reward):
 
 
 def missing_model(folder):
-    def command(argv):
-        GRPOTrainer(str(folder / "nothing"), share_of_a, GRPOConfig(device="cpu"), ROWS)
-
-    return run_command(command, [])
-
-
-def wrong_flag(folder):
-    return main(["--learning_rat", "1"])
+    return run_command(lambda argv: make(folder / "nowhere"), [])
 
 
 CASES = {
-    "reward": functools.partial(train, reward=on_one(1, broken, second_step)),
-    "nan": functools.partial(train, reward=on_one(1, not_a_number, second_step)),
-    "evaluation": functools.partial(train, reward=on_one(1, broken, evaluation)),
-    "killed": functools.partial(train, reward=on_one(1, killed, second_step)),
-    "sharded": functools.partial(train, reward=on_one(1, killed_in_the_update, second_step), parallel="fsdp2"),
-    "script": functools.partial(train_in_a_script, reward=on_one(0, broken, second_step)),
+    "reward": functools.partial(train, reward=on_one(1, broken)),
+    "killed": functools.partial(train, reward=on_one(1, killed_in_the_update), parallel="fsdp2"),
+    "script": functools.partial(train_in_a_script, reward=on_one(0, broken)),
     "disk": train_with_full_disk,
     "no-model": missing_model,
-    "no-flag": wrong_flag,
-    "no-folder": functools.partial(train, output_dir="/proc/nothing"),
 }
 
 if __name__ == "__main__":
     root = Path(sys.argv[1])
     tiny.save(root / "model")
-    folders = {case: root / f"{case}.run" for case in CASES}
-    support.fork({case: functools.partial(body, folders[case]) for case, body in CASES.items()}, root, 2, at_once=2)
+    support.fork({case: functools.partial(body, root / f"{case}.run") for case, body in CASES.items()}, root, 2, 2)

@@ -1,5 +1,6 @@
 """What ranks do in tests/whole/test_resume_ranks.py; the arguments are a folder, that of the runs, and a size.
 
+killed         a run whose two ranks are killed inside of saves
 small          runs that crash and go on, and runs that do not, on two ranks
 kills          runs whose two ranks are killed again and again
 crashed-COUNT  runs that crash on so many ranks, and on-COUNT those that go on on so many
@@ -21,15 +22,11 @@ from resumed import Crash, crash, make_trainer
 from fastgrpo.ranks import Ranks, join
 
 STEPS = {
-    "max_steps": 6,
-    "save_steps": 2,
-    "logging_steps": 1,
-    "eval_steps": 3,
-    "sync_ref_model": True,
+    "max_steps": 6, "save_steps": 2, "logging_steps": 1, "eval_steps": 3, "sync_ref_model": True,
     "ref_model_sync_steps": 2,
-}
+}  # fmt: skip
 KILLS = 10
-CHANGES = ((1, 2), (1, 4), (2, 4), (4, 2))  # numbers of processes that begin a run, and that go on
+CHANGES = ((1, 2), (1, 4), (2, 1), (2, 4), (4, 2))  # numbers of processes that begin a run, and that go on
 DOINGS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}  # as Python names them to hooks
 CASE = 2 * support.LIMIT  # seconds that one case may take, some runs on a busy machine
 
@@ -73,21 +70,15 @@ def same_ranks(top, mode):
     go_on(top, mode, mode)
 
 
-def killed(top, run, mode, which, kind, moment):
+def killed(top, run, mode, which, kind, moment, **more):
     """Go on with a run, but end some of its ranks by SIGKILL at a moment, whichever thread comes to it.
 
-    Args:
-        top: The folder of the runs.
-        run: The name of the run.
-        mode: How the ranks hold the policy.
-        which: The numbers of the ranks that are killed.
-        kind: "exchange", as a rank begins one; or "file", as it does something to the files of the run.
-        moment: The name of it, of a file with what is done; or its number, which is passed where the run ends before.
+    `kind` is "exchange", as a rank begins one, or "file", as it does something to the files of the run. `moment` is its
+    name, or its number, which is passed where the run ends before.
     """
     there, lock, begun = top / run, threading.Lock(), Counter()
-    print(
-        f"begins with {sorted(path.name for path in there.glob('*checkpoint-*')) if there.exists() else []}", flush=True
-    )
+    found = sorted(path.name for path in there.glob("*checkpoint-*")) if there.exists() else []
+    print(f"begins with {found}", flush=True)
     mine = int(os.environ["RANK"]) in which
 
     def reached(of_kind, what):
@@ -115,21 +106,24 @@ def killed(top, run, mode, which, kind, moment):
     if which:
         Ranks.waiting, os.fsync = entered, synced
         sys.addaudithook(audited)
-    go_on(top, run, mode)
+    go_on(top, run, mode, **more)
 
 
-def small(top):
-    """What two ranks do, in this order."""
-    runs = {mode: partial(same_ranks, top, mode) for mode in ("ddp", "fsdp2")}
-    runs["from-ddp"] = partial(go_on, top, "from-ddp", "fsdp2")
-    runs["from-fsdp2"] = partial(go_on, top, "from-fsdp2", "ddp")
-    runs["two-to-one"] = partial(crashed, top, "two-to-one", "fsdp2", crashing)
+def kills_in_saves(top):
     kills = [
         ((1,), "exchange", "the shards of checkpoint-4"),
         ((0,), "file", "os.rename .tmp-checkpoint-4"),
         ((), None, None),
     ]
-    return runs | {f"kill-{i}": partial(killed, top, "killed", "fsdp2", *kill) for i, kill in enumerate(kills)}
+    whole = {"fsdp2-whole": partial(train, top, "fsdp2-whole", "fsdp2", max_steps=4)}
+    killed_at = partial(killed, top, "killed", "fsdp2", max_steps=4)
+    return whole | {f"kill-{i}": partial(killed_at, *kill) for i, kill in enumerate(kills)}
+
+
+def small(top):
+    runs = {mode: partial(same_ranks, top, mode) for mode in ("ddp", "fsdp2")}
+    runs["from-ddp"] = partial(go_on, top, "from-ddp", "fsdp2")
+    return runs | {"from-fsdp2": partial(go_on, top, "from-fsdp2", "ddp")}
 
 
 def kills(top):
@@ -140,8 +134,9 @@ def kills(top):
         for kill in range(KILLS):
             kind, most = (("file", 200), ("exchange", 60))[kill % 2]
             which = (0, 1) if kill % 4 < 2 else (rng.randrange(2) if kind == "exchange" else 0,)
-            moment = rng.randrange(1, most)
-            runs[f"{mode}-kill-{kill}"] = partial(killed, top, f"killed-{mode}", mode, which, kind, moment)
+            runs[f"{mode}-kill-{kill}"] = partial(
+                killed, top, f"killed-{mode}", mode, which, kind, rng.randrange(1, most)
+            )
         runs[f"{mode}-end"] = partial(killed, top, f"killed-{mode}", mode, (), None, None)
     return runs
 
@@ -156,8 +151,9 @@ def changed(top, size):
 
 
 def cases(top, size):
-    """What the ranks do, by the name of the case."""
-    return {"small": small, "kills": kills}[size](top) if size in ("small", "kills") else changed(top, size)
+    """What the ranks do, by the name of the case, in this order."""
+    made = {"killed": kills_in_saves, "small": small, "kills": kills}
+    return made[size](top) if size in made else changed(top, size)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
-"""A whole run that nothing stopped, for the tests of stopped ones, and a whole model, for those of mistakes."""
+"""A run that nothing stopped, for the tests of stopped ones, and a model folder, for the tests of mistakes."""
 
 import pytest
 import tiny
-from resumed import (
-    make_trainer,
-)
+from resumed import make_trainer
 
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory):
-    """tmp_path of a run that nothing stopped, by dtype."""
+    """The folder of a run that nothing stopped, by dtype: a function."""
     made = {}
 
     def make(dtype="float32"):
@@ -23,5 +21,5 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory):
-    """A whole model folder, which the tables of mistakes copy and spoil."""
+    """A model folder, which tests of mistakes copy and spoil."""
     return tiny.save(tmp_path_factory.mktemp("saved") / "model")

@@ -1,5 +1,6 @@
-"""A run that was stopped, killed or damaged goes on and is, to the last bit, the run that was not."""
+"""A run that was stopped or damaged goes on and is, to the last bit, the run that was not; or it is refused by name."""
 
+import json
 import signal
 
 import pytest
@@ -9,81 +10,40 @@ from resumed import ADAPTERS, MOVING, Crash, assert_same_run, crash, lines, make
 
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.run import checkpoint
-from fastgrpo.run.checkpoint import checkpoints
-from fastgrpo.run.folder import note
+from fastgrpo.run.checkpoint import NEEDED, checkpoints, write_checkpoint
+from fastgrpo.run.folder import RunFolder, note
+from fastgrpo.run.log import RunLog
+from fastgrpo.run.resume import newest_good
 from fastgrpo.run.snapshot import restore
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
 
-@pytest.mark.parametrize("stopped_at, dtype", [(n, "float32") for n in (0, 1, 4, 5, 8)] + [(5, "bfloat16")])
-def test_a_stopped_run_goes_on_to_the_last_bit(whole, dtype, stopped_at, capsys):
-    """0: in the first evaluation. 1, 5: between two lines of metrics.jsonl. 4: an evaluation and a save are due. 8: the
-    end."""
-    folder = whole(dtype)
-    name = f"stopped-{stopped_at}"
+def stopped(folder, step, name="run", **settings):
+    """The folder of a run that SIGTERM stopped after a step."""
     with pytest.raises(SystemExit) as stop:
-        make_trainer(folder, name, signalled(stopped_at, signal.SIGTERM), dtype=dtype).train()
+        make_trainer(folder, name, signalled(step, signal.SIGTERM), **settings).train()
     assert stop.value.code == 143
-    assert list(checkpoints(folder / name))[-1] == stopped_at
-    assert f"stopped after step {stopped_at}; continue with --resume_from_checkpoint auto" in capsys.readouterr().out
-    trainer = make_trainer(folder, name, seed=1, dtype=dtype, resume_from_checkpoint="auto")
+    return folder / name
+
+
+def go_on(folder, name="run", **settings):
+    """Go on from the newest checkpoint, with global generators in another state."""
+    trainer = make_trainer(folder, name, **{"resume_from_checkpoint": "auto", "seed": 1, **settings})
     trainer.train()
-    assert (trainer.source.level, trainer.log.checkpoint.name) == (1, f"checkpoint-{stopped_at}")
-    assert_same_run(folder / name, folder / "whole")
+    return trainer
 
 
-@pytest.mark.parametrize(
-    "settings, package",
-    [
-        (ADAPTERS, "peft"),
-        (ADAPTERS | {"beta": 0.0, "dtype": "bfloat16"}, "peft"),
-        (MOVING, None),
-        ({"ref_storage": "cpu"}, None),
-        (MOVING | {"ref_storage": "cpu"}, None),
-        ({"ref_storage": "int8"}, "torchao"),
-        ({"ref_storage": "int8", "scale_rewards": "none"}, None),  # a stand-in for torchao: see `rounded`
-        ({"beta": 0.0, "rollout_backend": "hf"}, None),
-        ({"reward_errors": "skip", "multi_objective_aggregation": "normalize_then_sum"}, None),
-    ],
-)
-def test_whatever_the_policy_and_the_reference_are(tmp_path, settings, package, monkeypatch):
-    """Adapters, references that moved, that rest on the host, or that are quantized; stopped between two lines."""
-    if package is not None:
-        pytest.importorskip(package)
-    elif settings.get("ref_storage") == "int8":
-        monkeypatch.setattr("fastgrpo.policy.ref_model.quantize", rounded)
-    make_trainer(tmp_path, "whole", **settings).train()
-    with pytest.raises(SystemExit):
-        make_trainer(tmp_path, "run", signalled(5, signal.SIGTERM), **settings).train()
-    checkpoint = tmp_path / "run" / "checkpoint-5"
-    assert (checkpoint / "adapter_model.safetensors").exists() == ("use_peft" in settings)
-    quantized = settings.get("ref_storage") == "int8"
-    assert (checkpoint / "reference.pt").exists() == (quantized or "sync_ref_model" in settings)
-    assert not (tmp_path / "run" / "merged").exists()
-    make_trainer(tmp_path, "run", seed=1, resume_from_checkpoint="auto", **settings).train()
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
-    assert (tmp_path / "run" / "merged").exists() == ("use_peft" in settings)
-    measured = [row["step"] for row in lines(tmp_path / "run") if "ref/kl_error" in row]
-    assert measured == ([3] if quantized else [])
-
-
-def test_a_backward_pass_that_leaves_columns_out_goes_on_to_the_last_bit(tmp_path):
-    """Nearly all of the probability lies on the bytes of a large vocabulary, so that most columns are left out."""
-    model = tiny.model(vocab_size=4000)
-    with torch.no_grad():
-        model.lm_head.weight[:258] *= 12
-        model.lm_head.weight[258:] = 0
-    for part in (model, tiny.tokenizer()):
-        part.save_pretrained(tmp_path / "model")
-    settings = {"head_backward_tolerance": 0.1, "max_steps": 5, "logging_steps": 1}
-    make_trainer(tmp_path, "whole", **settings).train()
-    with pytest.raises(SystemExit):
-        make_trainer(tmp_path, "run", signalled(3, signal.SIGTERM), **settings).train()
-    make_trainer(tmp_path, "run", seed=1, resume_from_checkpoint="auto", **settings).train()
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
-    kept = [row["head/kept_columns"] for row in lines(tmp_path / "run") if "head/kept_columns" in row]
-    assert len(kept) == 5 and max(kept) < 0.9  # from 0.9 on, the exact pass would be taken
+# 0: in the first evaluation. 1, 5: between two lines of metrics.jsonl. 4: an evaluation and a save are due. 8: the end.
+@pytest.mark.parametrize("step, dtype", [(n, "float32") for n in (0, 1, 4, 8)] + [(5, "bfloat16")])
+def test_a_stopped_run_goes_on_to_the_last_bit(whole, dtype, step, capsys):
+    folder, name = whole(dtype), f"stopped-{step}"
+    run = stopped(folder, step, name, dtype=dtype)
+    assert list(checkpoints(run))[-1] == step
+    assert f"stopped after step {step}; continue with --resume_from_checkpoint auto" in capsys.readouterr().out
+    trainer = go_on(folder, name, dtype=dtype)
+    assert (trainer.source.level, trainer.log.checkpoint.name) == (1, f"checkpoint-{step}")
+    assert_same_run(run, folder / "whole")
 
 
 @torch.no_grad()
@@ -95,47 +55,72 @@ def rounded(model, name, device):
     return model.to(device)
 
 
-def test_a_part_that_is_missing_is_named(tmp_path):
-    """A checkpoint whose manifest was made anew without a file: the run must not go on without that state."""
-    with pytest.raises(SystemExit):
-        make_trainer(tmp_path, "run", signalled(5, signal.SIGTERM), **MOVING).train()
-    path = tmp_path / "run" / "checkpoint-5"
-    (path / "reference.pt").unlink()
-    write_manifest(path)
-    with pytest.raises(ValueError, match=r"checkpoint-5/reference\.pt is missing from the checkpoint"):
-        make_trainer(tmp_path, "run", resume_from_checkpoint="auto", **MOVING).train()
-    (path / "optimizer.pt").unlink()
-    write_manifest(path)
-    with pytest.raises(ValueError, match=r"checkpoint-5/manifest\.json does not list optimizer\.pt"):
-        make_trainer(tmp_path, "run", resume_from_checkpoint=str(path), **MOVING)
+@pytest.mark.parametrize(
+    "settings, package",
+    [
+        (ADAPTERS, None),
+        (ADAPTERS | {"beta": 0.0, "dtype": "bfloat16"}, None),
+        (MOVING | {"ref_storage": "cpu"}, None),
+        ({"ref_storage": "int8"}, "torchao"),
+        ({"ref_storage": "int8", "scale_rewards": "none"}, None),  # a stand-in for torchao: see `rounded`
+        ({"beta": 0.0, "rollout_backend": "hf"}, None),
+        ({"reward_errors": "skip", "multi_objective_aggregation": "normalize_then_sum"}, None),
+    ],
+    ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_whatever_the_policy_and_the_reference_are(tmp_path, settings, package, monkeypatch):
+    if package is not None:
+        pytest.importorskip(package)
+    elif settings.get("ref_storage") == "int8":
+        monkeypatch.setattr("fastgrpo.policy.ref_model.quantize", rounded)
+    settings = settings | {"max_steps": 6}
+    make_trainer(tmp_path, "whole", **settings).train()
+    run = stopped(tmp_path, 5, **settings)
+    quantized = settings.get("ref_storage") == "int8"
+    assert (run / "checkpoint-5" / "adapter_model.safetensors").exists() == ("use_peft" in settings)
+    assert (run / "checkpoint-5" / "reference.pt").exists() == (quantized or "sync_ref_model" in settings)
+    assert not (run / "merged").exists()
+    go_on(tmp_path, **settings)
+    assert_same_run(run, tmp_path / "whole")
+    assert (run / "merged").exists() == ("use_peft" in settings)
+    assert [row["step"] for row in lines(run) if "ref/kl_error" in row] == ([3] if quantized else [])
 
 
-def test_a_reference_that_moved_is_not_the_one_that_the_run_began_with(tmp_path):
-    """So the test above would see it if it were not restored."""
-    with pytest.raises(SystemExit):
-        make_trainer(tmp_path, "run", signalled(5, signal.SIGTERM), **MOVING).train()
+def test_a_bounded_backward_pass_goes_on_to_the_last_bit(tmp_path):
+    """Nearly all of the probability lies on the bytes of a large vocabulary, so that most columns are left out."""
+    model = tiny.model(vocab_size=4000)
+    with torch.no_grad():
+        model.lm_head.weight[:258] *= 12
+        model.lm_head.weight[258:] = 0
+    for part in (model, tiny.tokenizer()):
+        part.save_pretrained(tmp_path / "model")
+    settings = {"head_backward_tolerance": 0.1, "max_steps": 4, "logging_steps": 1}
+    make_trainer(tmp_path, "whole", **settings).train()
+    run = stopped(tmp_path, 3, **settings)
+    go_on(tmp_path, **settings)
+    assert_same_run(run, tmp_path / "whole")
+    kept = [row["head/kept_columns"] for row in lines(run) if "head/kept_columns" in row]
+    assert len(kept) == 4 and max(kept) < 0.9  # from 0.9 on, the exact pass would be taken
+
+
+def test_a_reference_that_moved_is_restored_and_not_made_anew(tmp_path):
+    run = stopped(tmp_path, 3, **MOVING)
     trainer = make_trainer(tmp_path, "run", resume_from_checkpoint="auto", **MOVING)
     fresh = [parameter.clone() for parameter in trainer.updates.reference.policy.module.parameters()]
     restore(trainer.parts(), trainer.log.checkpoint, trainer.about(), pytest.fail)
     moved = trainer.updates.reference.policy.module.parameters()
     assert not any(torch.equal(a, b) for a, b in zip(fresh, moved, strict=True) if a.ndim == 2)
+    trainer.log.close()
+    (run / "checkpoint-3" / "reference.pt").unlink()
+    write_manifest(run / "checkpoint-3")
+    with pytest.raises(ValueError, match=r"checkpoint-3/reference\.pt is missing from the checkpoint"):
+        go_on(tmp_path, **MOVING)
 
 
-def test_a_quantized_reference_that_was_never_compared_still_is(tmp_path):
-    """Stopped before the first step; and what was said once is not said again."""
-    pytest.importorskip("torchao")
-    settings = {"ref_storage": "int8"}
-    with pytest.raises(SystemExit):
-        make_trainer(tmp_path, "run", signalled(0, signal.SIGTERM), **settings).train()
-    make_trainer(tmp_path, "run", resume_from_checkpoint="auto", **settings).train()
-    assert [row["step"] for row in lines(tmp_path / "run") if "ref/kl_error" in row] == [3]
-
-
-def test_what_was_said_once_is_not_said_again(tmp_path, capsys):
+def test_advice_is_given_once_in_all_lives_of_a_run(tmp_path, capsys):
     settings = {"beta": 0.0, "loss_type": "grpo", "num_iterations": 1}
-    with pytest.raises(SystemExit):
-        make_trainer(tmp_path, "run", signalled(5, signal.SIGTERM), **settings).train()
-    make_trainer(tmp_path, "run", resume_from_checkpoint="auto", **settings).train()
+    stopped(tmp_path, 5, **settings)
+    go_on(tmp_path, **settings)
     said = capsys.readouterr().out
     assert said.count("a loss near 0 is right") == 1 and said.count("warning: more than half") == 1
 
@@ -143,30 +128,39 @@ def test_what_was_said_once_is_not_said_again(tmp_path, capsys):
 def test_a_finished_run_stays_as_it_is(whole):
     folder = whole()
     before = (folder / "whole" / "metrics.jsonl").read_bytes()
-    summary = make_trainer(folder, "whole", resume_from_checkpoint="auto").train()
-    assert (folder / "whole" / "metrics.jsonl").read_bytes() == before and summary["steps"] == 8
+    assert make_trainer(folder, "whole", resume_from_checkpoint="auto").train()["steps"] == 8
+    assert (folder / "whole" / "metrics.jsonl").read_bytes() == before
+
+
+def crashed(folder, name, step):
+    with pytest.raises(Crash):
+        make_trainer(folder, name, crash(step)).train()
+    return folder / name
 
 
 def test_an_error_costs_no_line_of_metrics(whole):
-    """What was measured since the last line is written; a run that goes on cuts it, and comes to the same lines."""
     folder = whole()
-    run = folder / "error"
-    with pytest.raises(Crash):
-        make_trainer(folder, "error", crash(6)).train()
+    run = crashed(folder, "error", 6)
     assert [row["step"] for row in lines(run)] == [0, 3, 4, 5]
     two = [row["num_tokens"] for row in lines(run) if "num_tokens" in row]
     assert two[1] > two[0]
-    make_trainer(folder, "error", seed=1, resume_from_checkpoint="auto").train()
+    go_on(folder, "error")
     assert_same_run(run, folder / "whole")
+
+
+def test_lost_lines_of_metrics_are_reported(whole, capsys):
+    folder = whole()
+    run = crashed(folder, "lost", 6)
+    (run / "metrics.jsonl").write_text("")
+    go_on(folder, "lost")
+    assert "metrics.jsonl has lost lines" in capsys.readouterr().out
+    assert [row["step"] for row in lines(run)] == [6, 8, 8]
 
 
 def test_damage_is_passed_over_and_set_aside(whole, capsys):
     folder = whole()
-    run = folder / "damaged"
-    with pytest.raises(Crash):
-        make_trainer(folder, "damaged", crash(8)).train()
-    assert list(checkpoints(run)) == [2, 4, 6]
-    assert {row["step"] for row in lines(run)} == {0, 3, 4, 6, 7}
+    run = crashed(folder, "damaged", 8)
+    assert list(checkpoints(run)) == [2, 4, 6] and {row["step"] for row in lines(run)} == {0, 3, 4, 6, 7}
     weights = run / "checkpoint-6" / "optimizer.pt"
     weights.write_bytes(weights.read_bytes()[:-1])
     note(run, ".tmp-checkpoint-8")  # as a kill in the middle of a save leaves it
@@ -174,10 +168,9 @@ def test_damage_is_passed_over_and_set_aside(whole, capsys):
     with pytest.raises(ValueError, match=r"checkpoint-6/optimizer\.pt is damaged"):
         make_trainer(folder, "damaged", resume_from_checkpoint=str(run / "checkpoint-6"))
     capsys.readouterr()
-    make_trainer(folder, "damaged", resume_from_checkpoint="auto", seed=1).train()
+    go_on(folder, "damaged")
     said = capsys.readouterr().out
-    assert "optimizer.pt is damaged" in said and "checkpoint-6 is passed over" in said
-    assert "going on from" in said and "checkpoint-4" in said
+    assert "checkpoint-6 is passed over" in said and "going on from" in said and "checkpoint-4" in said
     assert (run / "stale-checkpoint-6" / "optimizer.pt").exists() and not list(run.glob(".tmp*"))
     assert_same_run(run, folder / "whole")
 
@@ -194,17 +187,15 @@ def test_a_full_disk_ends_the_run_and_costs_nothing_that_was_saved(whole, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr("fastgrpo.run.snapshot.save_model", save_model)
-        with pytest.raises(
-            ValueError, match=r"checkpoint-6 could .*No space left.*checkpoint-4 is the newest good one"
-        ):
+        with pytest.raises(ValueError, match=r"checkpoint-6 .*No space left.*checkpoint-4 is the newest good one"):
             make_trainer(folder, "full").train()
     assert list(checkpoints(run)) == [2, 4] and not list(run.glob(".tmp*"))
-    make_trainer(folder, "full", resume_from_checkpoint="auto", seed=1).train()
+    go_on(folder, "full")
     assert_same_run(run, folder / "whole")
 
 
 def test_a_named_checkpoint_goes_on_in_its_own_folder(whole):
-    """From an older one: what came after it is cut, and kept where it cannot be taken for the new course."""
+    """What came after it is cut, and kept where it cannot be taken for the new course."""
     folder = whole()
     run = folder / "named"
     make_trainer(folder, "named").train()
@@ -220,17 +211,15 @@ def test_a_model_object_goes_on_too(tmp_path):
     def train(name, **settings):
         model = tiny.model("llama", vocab_size=258, tie_word_embeddings=True)
         args = GRPOConfig(
-            output_dir=str(tmp_path / name), max_steps=4, prompts_per_step=2, max_completion_length=4, save_steps=1,
+            output_dir=str(tmp_path / name), max_steps=3, prompts_per_step=2, max_completion_length=4, save_steps=1,
             learning_rate=1e-2, device="cpu", logging_steps=1, dtype="bfloat16", **settings,
         )  # fmt: skip
-        rows = [{"prompt": "ab"}, {"prompt": "c"}]
 
-        def reward(completions, **columns):
+        def noisy(completions, **columns):
             return [float(len(text)) for text in completions]
 
-        reward = signalled(2, signal.SIGINT, reward) if settings.get("save_total_limit") else reward
-        reward.__name__ = "noisy"
-        GRPOTrainer(model, reward, args, rows, processing_class=tiny.tokenizer()).train()
+        reward = signalled(2, signal.SIGINT, noisy) if settings.get("save_total_limit") else noisy
+        GRPOTrainer(model, reward, args, [{"prompt": "ab"}, {"prompt": "c"}], processing_class=tiny.tokenizer()).train()
 
     train("whole")
     with pytest.raises(KeyboardInterrupt):
@@ -240,11 +229,81 @@ def test_a_model_object_goes_on_too(tmp_path):
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-def test_rows_that_were_lost_are_said(whole, capsys):
+def log_of(folder, **settings):
+    return RunLog(GRPOConfig(**{"output_dir": str(folder), "resume_from_checkpoint": "auto", **settings}))
+
+
+def test_auto_starts_a_run_where_there_is_no_checkpoint(tmp_path, capsys):
+    for _ in range(2):  # the second time after a run that died before its first checkpoint
+        started = log_of(tmp_path / "run")
+        started.write(1, {"reward": 1.0})
+        started.close()
+        assert "no checkpoint in" in capsys.readouterr().out
+        assert len(lines(tmp_path / "run")) == 1
+    (tmp_path / "run" / "summary.json").write_text("{}")
+    with pytest.raises(ValueError, match="finished run without its checkpoints"):
+        log_of(tmp_path / "run")
+
+
+def test_auto_leaves_a_folder_alone_that_is_not_a_run(tmp_path):
+    tiny.save(tmp_path / "model")
+    (tmp_path / "model" / "curves.png").write_text("mine")
+    before = {path.name for path in (tmp_path / "model").iterdir()}
+    with pytest.raises(ValueError, match="model has no checkpoint, and no run made its files"):
+        log_of(tmp_path / "model")
+    assert {path.name for path in (tmp_path / "model").iterdir()} == before | {".lock"}
+
+
+def test_nothing_starts_where_all_checkpoints_are_damaged(tmp_path):
+    def write(path):
+        for name in (*NEEDED, "a.safetensors"):
+            (path / name).write_text("a")
+
+    for step in (1, 2):
+        (write_checkpoint(RunFolder(tmp_path), step, write) / "rng.pt").write_text("b")
+    said = []
+    with pytest.raises(ValueError, match="no good checkpoint is left"):
+        newest_good(tmp_path, said.append)
+    assert [f"checkpoint-{step}/rng.pt is damaged" in line for step, line in zip((2, 1), said, strict=True)] == [
+        True
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    "path, output_dir, match",
+    [
+        ("nowhere", None, "no such folder"),
+        ("run", None, "checkpoint-STEP"),
+        ("run/checkpoint-2/..", None, "checkpoint-STEP"),
+        ("run/checkpoint-2", "other", "its own run folder"),
+        ("run/checkpoint-2", None, "manifest.json is missing"),
+    ],
+)
+def test_paths_that_are_no_checkpoint(tmp_path, path, output_dir, match):
+    (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
+    output_dir = None if output_dir is None else str(tmp_path / output_dir)
+    with pytest.raises(ValueError, match=match):
+        log_of(tmp_path, output_dir=output_dir, resume_from_checkpoint=str(tmp_path / path))
+
+
+def test_settings_that_change_the_run_are_refused_and_others_warned_of(whole, capsys):
     folder = whole()
-    with pytest.raises(Crash):
-        make_trainer(folder, "lost", crash(6)).train()
-    (folder / "lost" / "metrics.jsonl").write_text("")
-    make_trainer(folder, "lost", resume_from_checkpoint="auto").train()
-    assert "metrics.jsonl has lost lines" in capsys.readouterr().out
-    assert [row["step"] for row in lines(folder / "lost")] == [6, 8, 8]
+    crashed(folder, "changed", 5)
+
+    def make(**settings):
+        return make_trainer(folder, "changed", resume_from_checkpoint="auto", **settings)
+
+    with pytest.raises(ValueError, match=r"trained with learning_rate=0.003, now it is 0.1"):
+        make(learning_rate=0.1)
+    with pytest.raises(ValueError, match="checkpoint-4 is past max_steps=3"):
+        make(max_steps=3).train()
+    with pytest.raises(ValueError, match="float32, the policy is bfloat16 now; go on with --dtype float32"):
+        make(dtype="bfloat16").train()
+    assert json.loads((folder / "changed" / "config.json").read_text())["dtype"] == "float32"
+    capsys.readouterr()
+    trainer = make(max_steps=10, save_steps=5, max_tokens_per_microbatch=64, reward_errors="skip")
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert len(warnings) == 2 and "max_steps was 8 and is 10 now" in warnings[0]
+    trainer.source.levels[-1].source.rows.pop()
+    assert trainer.train()["steps"] == 10
+    assert "(then 5, now 4)" in capsys.readouterr().out

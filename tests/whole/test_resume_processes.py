@@ -1,4 +1,4 @@
-"""Runs in processes of their own that are told to stop or killed, and go on."""
+"""Runs in processes of their own that are stopped or killed, and go on."""
 
 import json
 import os
@@ -12,18 +12,14 @@ import pytest
 import tiny
 import torch
 from paths import ROOT
-from resumed import (
-    assert_same_run,
-)
+from resumed import assert_same_run
 from transformers import AutoModelForCausalLM
 
 from fastgrpo.run.checkpoint import checkpoints, verify
 from fastgrpo.train import main
 
 pytestmark = pytest.mark.usefixtures("without_curves")
-
-
-TOY_REWARD = """
+REWARD = """
 import random
 
 def share_of_a(completions, **columns):
@@ -31,16 +27,17 @@ def share_of_a(completions, **columns):
 """
 
 
-def write_toy(folder):
-    tiny.save(folder / "model")
+@pytest.fixture
+def folder(tmp_path):
+    tiny.save(tmp_path / "model")
     rows = "".join(json.dumps({"prompt": text}) + "\n" for text in ("ab", "c", "hello ", "1+1=", "?"))
-    (folder / "train.jsonl").write_text(rows)
-    (folder / "test.jsonl").write_text(rows)
-    (folder / "toy_reward.py").write_text(TOY_REWARD)
+    for name, text in (("train.jsonl", rows), ("test.jsonl", rows), ("toy_reward.py", REWARD)):
+        (tmp_path / name).write_text(text)
+    return tmp_path
 
 
-def toy_flags(folder, name, steps, *more):
-    """The command line of a toy run."""
+def flags(folder, name, steps, *more):
+    """The command line of a run."""
     settings = {
         "task": "dataset", "dataset_name": folder, "model_name_or_path": folder / "model",
         "reward_funcs": "toy_reward:share_of_a", "output_dir": folder / name, "max_steps": steps,
@@ -52,68 +49,62 @@ def toy_flags(folder, name, steps, *more):
 
 
 def start(folder, *run):
-    """The process of a toy run; `run` as in `toy_flags`."""
+    """The process of a run; `run` as in `flags`."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     return subprocess.Popen(
-        [sys.executable, "-m", "fastgrpo.train", *toy_flags(folder, *run)], env=environment, cwd=folder, text=True,
+        [sys.executable, "-m", "fastgrpo.train", *flags(folder, *run)], env=environment, cwd=folder, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
 
-def wait_for_a_save(process, run, at_start):
+def wait_for_a_save(process, run, at_start=()):
     """Until the process has written a checkpoint that was not there when it started, or has ended."""
     while process.poll() is None and set(checkpoints(run) if run.exists() else ()) <= set(at_start):
         time.sleep(0.01)
 
 
-def test_a_process_that_is_told_to_stop_says_how_to_go_on(tmp_path):
-    write_toy(tmp_path)
-    process = start(tmp_path, "run", 100_000)
-    wait_for_a_save(process, tmp_path / "run", ())
+@pytest.mark.slow
+def test_a_process_that_is_told_to_stop_says_how_to_go_on(folder):
+    process, run = start(folder, "run", 100_000), folder / "run"
+    wait_for_a_save(process, run)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 143, said
-    step = list(checkpoints(tmp_path / "run"))[-1]
-    verify(tmp_path / "run" / f"checkpoint-{step}")
+    step = list(checkpoints(run))[-1]
+    verify(run / f"checkpoint-{step}")
     assert "SIGTERM: finishing the step, then saving; a second signal ends the process at once" in said
     last = said.strip().splitlines()[-1]
-    command = f"--resume_from_checkpoint auto --output_dir {tmp_path / 'run'}"
-    assert last == f"stopped after step {step}; continue with {command}"
+    assert last == f"stopped after step {step}; continue with --resume_from_checkpoint auto --output_dir {run}"
 
 
-def test_a_killed_run_of_adapters_goes_on_and_leaves_a_plain_model(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("peft")
-    write_toy(tmp_path)
-    run, adapters = tmp_path / "run", ("--use_peft", "True", "--lora_target_modules", "all-linear")
-    process = start(tmp_path, "run", 100_000, *adapters)
-    wait_for_a_save(process, run, ())
+def test_a_killed_run_of_adapters_goes_on_and_leaves_a_plain_model(folder, monkeypatch, capsys):
+    run, adapters = folder / "run", ("--use_peft", "True", "--lora_target_modules", "all-linear")
+    process = start(folder, "run", 100_000, *adapters)
+    wait_for_a_save(process, run)
     process.kill()
     said, _ = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL, said
     killed, last = list(checkpoints(run))[-1], list(checkpoints(run))[-1] + 2
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(toy_flags(tmp_path, "run", last, *adapters)) == 0
+    monkeypatch.syspath_prepend(str(folder))
+    assert main(flags(folder, "run", last, *adapters)) == 0
     assert f"going on from {run / f'checkpoint-{killed}'}" in capsys.readouterr().out
     assert not (run / f"checkpoint-{last}" / "model.safetensors").exists()
     merged = AutoModelForCausalLM.from_pretrained(run / "merged").state_dict()
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    base = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
     moved = [name for name, value in merged.items() if not torch.equal(value, base.pop(name))]
     assert not base and moved and all("_proj" in name for name in moved)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills, steps, seed", [(20, 600, 0)])
-def test_kills_at_random_moments_change_nothing(tmp_path, kills, steps, seed):
-    """SIGKILL, at every second one within a few steps of the first new checkpoint, saves always under way; at every
-    tenth one while the process still starts."""
-    write_toy(tmp_path)
-    process = start(tmp_path, "whole", steps)
+def test_kills_at_random_moments_change_nothing(folder, kills=20, steps=600):
+    """SIGKILL, every second one within a few steps of a new checkpoint, every tenth one while the process starts."""
+    process = start(folder, "whole", steps)
     said, _ = process.communicate()
     assert process.returncode == 0, said
-    rng, run, report = random.Random(seed), tmp_path / "run", []
+    rng, run, report = random.Random(0), folder / "run", []
     for kill in range(kills):
         before = list(checkpoints(run)) if run.exists() else []
-        process = start(tmp_path, "run", steps)
+        process = start(folder, "run", steps)
         if kill % 10 == 9:
             time.sleep(rng.uniform(0.1, 8))
         else:
@@ -123,9 +114,9 @@ def test_kills_at_random_moments_change_nothing(tmp_path, kills, steps, seed):
         process.kill()
         process.communicate()
         report.append((list(checkpoints(run))[-1], len(list(run.glob(".tmp-checkpoint-*")))))
-    process = start(tmp_path, "run", steps)
+    process = start(folder, "run", steps)
     said, _ = process.communicate()
     assert process.returncode == 0, said
     print(f"\n{kills} kills after steps {[step for step, _ in report]}, {sum(n for _, n in report)} inside of a save")
     assert "damaged" not in said
-    assert_same_run(run, tmp_path / "whole")
+    assert_same_run(run, folder / "whole")

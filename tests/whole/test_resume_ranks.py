@@ -1,7 +1,5 @@
 """Runs of several ranks that end early, by an error or by SIGKILL, and go on: on the same ranks to the last bit."""
 
-import re
-
 import pytest
 import tiny
 import torch
@@ -14,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("without_curves")
 
 
 def started(folder, size):
-    """Let ranks run all cases of a size. Return the folder of their runs, and what tells of the end of a case."""
+    """Let ranks run all cases of a size: the folder of their runs, and a function of the end of a case."""
     top = folder / "runs"
     if not top.exists():
         tiny.save(top / "model")
@@ -22,75 +20,50 @@ def started(folder, size):
     return top, forked("trained_ranks.py", folder / size, top, size, limit=CASE * (1 + len(cases(top, size))))
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    top, ended = started(tmp_path_factory.mktemp("ranks"), "small")
-    for case in ("ddp", "fsdp2", "from-ddp", "from-fsdp2", "two-to-one"):
-        codes, said = ended(case)
-        assert codes == [0, 0], "\n".join(said)
-    return top, ended
+def test_kills_inside_of_saves_cost_nothing_that_was_saved(tmp_path):
+    """Rank 1 while both write checkpoint-4; then rank 0 as it gets its name; then the run goes on to its end."""
+    top, ended = started(tmp_path, "killed")
+    assert [ended(f"kill-{kill}")[0] for kill in range(3)] == [[1, -9], [-9, 1], [0, 0]]
+    for kill in (1, 2):
+        assert ended(f"kill-{kill}")[1][0].startswith("begins with ['.tmp-checkpoint-4', 'checkpoint-2']\n")
+    assert not list((top / "killed").glob(".tmp-*"))
+    assert_same_run(top / "killed", top / "fsdp2-whole")
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_the_same_ranks_go_on_to_the_last_bit(two, mode):
-    top, _ = two
-    assert_same_run(top / mode, top / f"{mode}-whole")
-
-
-def assert_close(run, whole, steps=2):
+def assert_close(run, whole):
     """The last steps of two runs, and where they came to, are the same within rounding."""
     rows = [[row for row in untimed(folder) if row["step"] > 4] for folder in (run, whole)]
-    assert len(rows[0]) >= steps
+    assert len(rows[0]) >= 2
     for mine, theirs in zip(*rows, strict=True):
         for name, value in theirs.items():
-            if name.startswith("rollout/live"):  # how many sequences a rank draws at once, of those dealt to it
-                continue
-            assert mine[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+            if not name.startswith("rollout/live"):  # how many sequences a rank draws at once, of those dealt to it
+                assert mine[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
     weights = [load_file(folder / "checkpoint-6" / "model.safetensors") for folder in (run, whole)]
     for name, value in weights[1].items():
         torch.testing.assert_close(weights[0][name], value, rtol=0, atol=3e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def test_sharded_runs_go_on_whole_and_whole_ones_sharded(two):
-    top, ended = two
+@pytest.mark.slow
+def test_runs_go_on_in_the_same_mode_to_the_last_bit_and_in_another_within_rounding(tmp_path):
+    top, ended = started(tmp_path, "small")
+    for case in ("ddp", "fsdp2", "from-ddp", "from-fsdp2"):
+        codes, said = ended(case)
+        assert codes == [0, 0], "\n".join(said)
     for mode, other in (("ddp", "fsdp2"), ("fsdp2", "ddp")):
-        told = (
-            f"warning: checkpoint-4 was written by 2 processes with {mode}, and goes on with 2 processes with {other}: "
-        )
+        assert_same_run(top / mode, top / f"{mode}-whole")
+        told = f"checkpoint-4 was written by 2 processes with {mode}, and goes on with 2 processes with {other}: "
         assert [text.count(told) for text in ended(f"from-{mode}")[1]] == [1, 0]
-    assert_close(top / "from-ddp", top / "ddp-whole")
-    assert_close(top / "from-fsdp2", top / "fsdp2-whole")
-
-
-def test_one_process_goes_on_from_two_and_comes_to_where_it_would_alone(two, tmp_path, capsys):
-    top, _ = two
-    make_trainer(top, "one-whole", share_of_a, **STEPS).train()
-    make_trainer(top, "two-to-one", share_of_a, seed=1, resume_from_checkpoint="auto", **STEPS).train()
-    assert "checkpoint-4 was written by 2 processes with fsdp2, and goes on with one process" in capsys.readouterr().out
-    assert_close(top / "two-to-one", top / "one-whole")
-
-
-def test_kills_inside_of_saves_cost_nothing_that_was_saved(two):
-    """Rank 1 while both write checkpoint-4; then rank 0 as it gets its name; then the run goes on to its end."""
-    top, ended = two
-    assert [ended(f"kill-{kill}")[0] for kill in range(3)] == [[1, -9], [-9, 1], [0, 0]]
-    for kill in (1, 2):
-        assert ended(f"kill-{kill}")[1][0].startswith("begins with ['.tmp-checkpoint-4', 'checkpoint-2']\n")
-    lost = ended("kill-0")[1][0].strip().splitlines()[-1]
-    # Which exchange notices it depends on the threads, and a process may be there for a moment after its connections.
-    assert re.match("rank 0 stops while it waits for .*: (rank 1|another rank) died", lost), lost
-    assert not list((top / "killed").glob(".tmp-*"))
-    assert_same_run(top / "killed", top / "fsdp2-whole")
+        assert_close(top / f"from-{mode}", top / f"{mode}-whole")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_kills_at_random_moments_change_nothing(killed, mode):
-    """Ten kills of one rank or of both, as they begin some exchange, or as they write, hash, rename or delete a file.
+def test_kills_at_random_moments_change_nothing(many, mode):
+    """Kills of one rank or of both, as they begin some exchange, or as they write, hash, rename or delete a file.
 
     A kill may hit no rank, where the run ends before; the first one hits, since the whole run is ahead of it.
     """
-    top, ended = killed
+    top, ended = many
     codes = [ended(f"{mode}-kill-{kill}")[0] for kill in range(KILLS)]
     assert -9 in codes[0] and all(-9 in of_kill or of_kill == [0, 0] for of_kill in codes), codes
     assert not any(None in of_kill for of_kill in codes), codes
@@ -99,7 +72,7 @@ def test_kills_at_random_moments_change_nothing(killed, mode):
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory):
+def many(tmp_path_factory):
     return started(tmp_path_factory.mktemp("killed"), "kills")
 
 
@@ -115,9 +88,13 @@ def test_other_numbers_of_ranks_come_to_where_one_process_would(tmp_path):
         for case in cases(top, size):
             codes, said[case] = ended(case)
             assert set(codes) == {0}, "\n".join(said[case])
-    for before, after in CHANGES:
-        for mode in ("ddp", "fsdp2"):
-            written = "one process" if before == 1 else f"{before} processes with {mode}"
-            told = f"warning: checkpoint-4 was written by {written}, and goes on with {after} processes with {mode}: "
-            assert told in said[f"{before}-{after}-{mode}"][0]
-            assert_close(top / f"{before}-{after}-{mode}", top / "one-whole")
+    for mode in ("ddp", "fsdp2"):
+        for before, after in CHANGES:
+            run = top / f"{before}-{after}-{mode}"
+            if after == 1:
+                make_trainer(top, run.name, share_of_a, seed=1, resume_from_checkpoint="auto", **STEPS).train()
+            else:
+                written = "one process" if before == 1 else f"{before} processes with {mode}"
+                told = f"checkpoint-4 was written by {written}, and goes on with {after} processes with {mode}: "
+                assert told in said[run.name][0]
+            assert_close(run, top / "one-whole")

@@ -1,15 +1,14 @@
 """Safe by default: no code from data or models, weights only, user strings reach neither a shell nor another folder."""
 
 import ast
+import importlib
 import json
 
 import pytest
 import tiny
 from paths import ROOT
 
-from fastgrpo import chat, doctor, evaluate, train
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.policy.load import load_policy
 from fastgrpo.run.folder import claim_output_dir
 from fastgrpo.run.log import RunLog
 
@@ -21,7 +20,7 @@ YAML = {"load", "load_all", "unsafe_load", "full_load"}
 ALLOWED = {
     # Its loader is a SafeLoader that also refuses aliases.
     "fastgrpo/config/recipe.py": ["yaml.load(text, Loader)"],
-    # Its unpickler takes classes of a list alone; tests/run/test_shards.py forges what it must not run.
+    # Its unpickler takes only classes of a list; tests/run/test_shards.py forges what it must not run.
     "fastgrpo/run/snapshot.py": ["import pickle"],
     # What the trainer and the processes that it starts send each other, over pipes that nobody else can open.
     "fastgrpo/rewards/pool.py": ["import pickle"],
@@ -34,11 +33,11 @@ ALLOWED = {
 
 
 def dangers(text):
-    """What a source does that it must not: (line, what)."""
+    """What a source does that it must not."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module]
-            yield from ((node.lineno, f"import {name}") for name in names if name.split(".")[0] in MODULES)
+            yield from (f"import {name}" for name in names if name.split(".")[0] in MODULES)
         if not isinstance(node, ast.Call):
             continue
         knobs = {knob.arg: ast.unparse(knob.value) for knob in node.keywords}
@@ -51,40 +50,34 @@ def dangers(text):
         bad |= "shell" in knobs and knobs["shell"] != "False"
         bad |= owner == "subprocess" and method in ("getoutput", "getstatusoutput")
         if bad:
-            yield node.lineno, ast.unparse(node)
+            yield ast.unparse(node)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_source_runs_what_it_reads(path):
-    assert [what for _, what in dangers(path.read_text())] == ALLOWED.get(str(path.relative_to(ROOT)), [])
+def test_no_source_runs_what_it_reads():
+    found = {str(path.relative_to(ROOT)): [*dangers(path.read_text())] for path in SOURCES}
+    assert {path: what for path, what in found.items() if what} == ALLOWED
+    planted = (
+        "eval('1'); exec(code, {}); subprocess.run(line, shell=True); os.system(line); torch.load(path)\n"
+        "yaml.load(text)\nimport pickle\nfrom cloudpickle import loads\nload(path, trust_remote_code=True)\n"
+        "model.eval(); evaluate(x); torch.load(p, weights_only=True); yaml.safe_load(t)"
+    )
+    assert len([*dangers(planted)]) == 9
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "eval('1')",
-        "x = exec(code, {})",
-        "import pickle",
-        "from cloudpickle import loads",
-        "subprocess.run(line, shell=True)",
-        "os.system(line)",
-        "torch.load(path)",
-        "torch.load(path, weights_only=False)",
-        "AutoTokenizer.from_pretrained(path, trust_remote_code=True)",
-        "yaml.load(text)",
-    ],
-)
-def test_the_search_finds(source):
-    assert len(list(dangers(source))) == 1
+COMMANDS = {
+    "evaluate": "{model} --max_eval_samples 2 --device cpu --max_completion_length 4",
+    "chat": "{model} --prompt hi -n 2 --device cpu",
+    "doctor": "--model {model}",
+    "train": "--task dataset --dataset_name {model}/rows.jsonl --reward_funcs own_length:length --device cpu "
+    "--model_name_or_path {model} --output_dir {model}/run --max_steps 1 --prompts_per_step 1 --num_generations 2 "
+    "--max_completion_length 4",
+}
 
 
-def test_the_search_passes_what_is_harmless():
-    assert not list(dangers("model.eval(); evaluate(x); torch.load(p, weights_only=True); yaml.safe_load(t)"))
-
-
-def with_code(folder):
-    """A model whose config asks for code of its own; the code leaves a mark when it runs."""
-    tiny.save(folder)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_runs_the_code_of_a_model_only_when_asked_to(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    folder = tiny.save(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
     (folder / "config.json").write_text(json.dumps(config))
@@ -95,44 +88,12 @@ def with_code(folder):
         "class Config(Qwen2Config):\n    model_type = 'mine'\n"
         "class Model(Qwen2ForCausalLM):\n    config_class = Config\n"
     )
-    return folder
-
-
-def test_code_of_a_model_runs_only_when_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
-    folder = with_code(tmp_path / "model")
-    assert GRPOConfig().trust_remote_code is False
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        load_policy(folder, device="cpu")
-    assert not (folder / "ran").exists()
-    policy, _ = load_policy(folder, device="cpu", trust_remote_code=True)
-    assert (folder / "ran").exists() and type(policy.module).__name__ == "Model"
-
-
-COMMANDS = {
-    "evaluate": (evaluate.main, "{model} --max_eval_samples 2 --device cpu --max_completion_length 4"),
-    "chat": (chat.main, "{model} --prompt hi -n 2 --device cpu"),
-    "doctor": (doctor.main, "--model {model}"),
-    "train": (
-        train.main,
-        "--task dataset --dataset_name {model}/rows.jsonl --reward_funcs own_length:length --model_name_or_path "
-        "{model} --output_dir {model}/run --max_steps 1 --prompts_per_step 1 --num_generations 2 --device cpu "
-        "--max_completion_length 4",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_no_command_runs_the_code_of_a_model_unless_asked_to(tmp_path, monkeypatch, capsys, name):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
-    folder, (main, flags) = with_code(tmp_path / "model"), COMMANDS[name]
     (folder / "rows.jsonl").write_text('{"prompt": "ab"}\n')
     (tmp_path / "own_length.py").write_text("def length(completions, **_):\n    return [1.0] * len(completions)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    argv = flags.format(model=folder).split()
+    main, argv = importlib.import_module(f"fastgrpo.{name}").main, COMMANDS[name].format(model=folder).split()
     assert main(argv) == 2
-    told = f"error: '{folder}' comes with Python code of its own, which is not run by default; read it, then pass --tr"
-    assert told in capsys.readouterr().err and not (folder / "ran").exists()
+    assert "--trust_remote_code" in capsys.readouterr().err and not (folder / "ran").exists()
     assert main([*argv, "--trust_remote_code", "True"]) == 0
     assert (folder / "ran").exists()
 
@@ -152,8 +113,6 @@ def test_names_of_metrics_and_functions_are_no_paths(tmp_path):
         log.step(1, {"custom/../../../escaped": 1.0, "rewards//etc/passwd/mean": 2.0, "custom/$(touch x);`y`": 3.0})
         log.samples([{"step": 1, "../column": "x"}])
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {
-        ".lock", ".made-by-runs", "config.json", "metrics.jsonl", "samples.jsonl", "warnings.jsonl", "tensorboard",
-    }  # fmt: skip
+    names = {path.name for path in (tmp_path / "run").iterdir() if path.suffix != ".jsonl"}
+    assert names == {".lock", ".made-by-runs", "config.json", "tensorboard"}
     assert all(path.name.startswith("events.out") for path in (tmp_path / "run" / "tensorboard").iterdir())
