@@ -1,21 +1,26 @@
 """Scripts for TRL's trainer: runs under TRL's names, and what such scripts read afterwards."""
 
 import functools
+import inspect
 import logging
 import math
 
+import datasets
+import pandas
+import peft
 import pytest
 import tiny
 import torch
+import trl
 from runs import PROMPTS, lines, make_trainer, share_of_a
-from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
+from transformers import EarlyStoppingCallback, Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
-from fastgrpo import GRPOConfig, GRPOTrainer
-from fastgrpo.rewards.models import ProcessRewardModel
+from fastgrpo import GRPOConfig, GRPOTrainer, SFTConfig
+from fastgrpo.trainer.setup import advice
 
-peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("without_curves")
 # 16 completions of a step are 4 prompts with 4 completions each; TRL's names and ours may stand side by side.
+STREAM = datasets.IterableDataset.from_generator(lambda: iter(PROMPTS * 9))
 BATCHES = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "prompts_per_step": 4}
 
 
@@ -33,13 +38,6 @@ async def awaited(completions, **_):
 
 def nothing(completions, **_):
     return [None] * len(completions)
-
-
-def judge(labels=1):
-    torch.manual_seed(0)
-    config = tiny.config(vocab_size=258, pad_token_id=None)
-    config.num_labels = labels
-    return Qwen2ForSequenceClassification(config)
 
 
 def script(tmp_path, reward=share_of_a, **settings):
@@ -68,7 +66,8 @@ def trained(trainer):
         {"steps_per_generation": 4, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4},
         {"beta": 0.1},
         {"beta": 0.1, "use_bias_correction_kl": True, "num_iterations": 2},
-        *({"scale_rewards": scale} for scale in (False, True, "group", "batch", "none")),
+        {"scale_rewards": False},
+        {"scale_rewards": "batch"},
         {"delta": 2.0, "num_iterations": 2},
         {"top_entropy_quantile": 0.2},
         {"off_policy_mask_threshold": 0.5},
@@ -77,7 +76,6 @@ def trained(trainer):
         {"repetition_penalty": 1.2},
         {"generation_kwargs": {"top_k": 10, "repetition_penalty": 1.2}, "cast_lm_head_to_fp32": True},
         {"gradient_checkpointing": True},
-        {"use_cpu": True},
         {"bf16": True, "use_cpu": True},
         {"dataloader_num_workers": 2, "pad_to_multiple_of": 8, "log_completions": True, "report_to": "none"},
     ],
@@ -105,47 +103,33 @@ def test_several_rewards(tmp_path, reward):
 
 
 @pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize("named", [False, True])
-def test_a_reward_model_trains(tmp_path, chat, named):
+def test_a_reward_model_trains(tmp_path, chat):
+    """By its name, or in memory beside a function."""
     rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in PROMPTS] if chat else PROMPTS
-    if named:
-        judge().save_pretrained(tmp_path / "judge")
-        tiny.tokenizer(chat).save_pretrained(tmp_path / "judge")
-        trainer = script(tmp_path, str(tmp_path / "judge"), rows=rows, chat=chat)
-    else:
-        tokenizer = tiny.tokenizer(chat)
-        trainer = script(
-            tmp_path, [judge(), share_of_a_of], rows=rows, chat=chat, reward_processing_classes=[tokenizer, None]
-        )
-        assert trainer.reward_processing_classes == [tokenizer, None] and len(trainer.reward_funcs) == 2
-    assert trained(trainer)
-    assert lines(tmp_path / "run" / "metrics.jsonl")[0]["reward_std"] > 0
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_a_process_reward_model_trains_beside_a_function(tmp_path, named):
     torch.manual_seed(0)
-    model, tokenizer = Qwen2ForTokenClassification(tiny.config(vocab_size=258, num_labels=2)), tiny.tokenizer()
-    settings = {"process_rewards": "token", "reward_model_kwargs": {"device": "cpu"}}
-    if named:
-        model.save_pretrained(tmp_path / "prm")
-        tokenizer.save_pretrained(tmp_path / "prm")
-        given, settings["reward_model_kwargs"] = f"prm:{tmp_path / 'prm'}", {"device": "cpu", "separator": "a"}
-    else:
-        given = ProcessRewardModel(model, tokenizer, separator="a")
-    trainer = script(tmp_path, [given, share_of_a], **settings)
-    assert trained(trainer)
-    name = "prm" if named else "Qwen2ForTokenClassification"
+    judge = Qwen2ForSequenceClassification(tiny.config(vocab_size=258, num_labels=1)).float()
+    judge.save_pretrained(tmp_path / "judge")
+    tokenizer = tiny.tokenizer(chat)
+    tokenizer.save_pretrained(tmp_path / "judge")
+    given, tokenizers = (str(tmp_path / "judge"), None) if chat else ([judge, share_of_a], [tokenizer, None])
+    trainer = script(tmp_path, given, rows=rows, chat=chat, reward_processing_classes=tokenizers)
+    assert trainer.reward_processing_classes[0] is tokenizer or chat
+    assert trained(trainer) and lines(tmp_path / "run" / "metrics.jsonl")[0]["reward_std"] > 0
+
+
+def test_a_process_reward_model_trains_beside_a_function(tmp_path):
+    torch.manual_seed(0)
+    Qwen2ForTokenClassification(tiny.config(vocab_size=258, num_labels=2)).save_pretrained(tmp_path / "prm")
+    tiny.tokenizer().save_pretrained(tmp_path / "prm")
+    settings = {"process_rewards": "token", "reward_model_kwargs": {"device": "cpu", "separator": "a"}}
+    assert trained(script(tmp_path, [f"prm:{tmp_path / 'prm'}", share_of_a], **settings))
     rows = lines(tmp_path / "run" / "samples.jsonl")
-    steps = [row[f"{name}/steps"] for row in rows]
-    assert all(len(of_one or []) == sum(map(bool, map(str.strip, row["completion"].split("a")))) for of_one, row in
-               zip(steps, rows, strict=True))  # fmt: skip
-    assert [row["rewards"][name] for row in rows] == [min(of_one) if of_one else None for of_one in steps]
+    steps = [row["prm/steps"] or [] for row in rows]
+    assert [len(of_one) for of_one in steps] == [
+        sum(map(bool, map(str.strip, r["completion"].split("a")))) for r in rows
+    ]
+    assert [row["rewards"]["prm"] for row in rows] == [min(of_one) if of_one else None for of_one in steps]
     assert lines(tmp_path / "run" / "metrics.jsonl")[0]["frac_informative"] > 0
-
-
-def share_of_a_of(completions, **_):
-    return share_of_a([text if isinstance(text, str) else text[0]["content"] for text in completions])
 
 
 def test_rewards_read_columns_and_the_state(tmp_path):
@@ -165,9 +149,9 @@ def test_what_rewards_log_has_its_own_name(tmp_path):
         log_extra("test_column", [text[:5] for text in completions])
         return length(completions)
 
-    trainer = script(tmp_path, reward)
+    trainer = script(tmp_path, reward, max_steps=1)
     trainer.train()
-    assert [entry["custom_accuracy"] for entry in trainer.state.log_history] == [0.75] * 3
+    assert [entry["custom_accuracy"] for entry in trainer.state.log_history] == [0.75] * 2
     assert "test_column" in lines(tmp_path / "run" / "samples.jsonl")[0]
 
 
@@ -180,11 +164,6 @@ def test_a_row_that_nothing_judges_is_told_of(tmp_path, caplog):
     assert caplog.text.count("all reward functions returned None for a completion of the prompt 'c'") == 1
     with pytest.raises(ValueError, match=r"all rewards are None: nothing gave none of 16"):
         script(tmp_path / "none", nothing).train()
-
-
-def test_sequence_level_with_a_token_sum_is_told_of(tmp_path, capsys):
-    script(tmp_path, importance_sampling_level="sequence", loss_type="dapo")
-    assert "adds up over tokens" in capsys.readouterr().out
 
 
 def test_names_of_metrics_are_trls(tmp_path):
@@ -212,18 +191,14 @@ def test_the_reference_is_a_model_of_its_own(tmp_path, beta):
 
 
 @pytest.mark.parametrize("given", ["config", "model"])
-@pytest.mark.parametrize("settings", [{"beta": 0.1}, {"gradient_checkpointing": True}], ids=["beta", "checkpointing"])
-def test_adapters_of_peft_train_and_the_base_stays(tmp_path, given, settings):
-    config = peft.LoraConfig(r=4, task_type="CAUSAL_LM")
-    model = tiny.model(vocab_size=258)
-    named = {f"base_model.model.{name}" for name, _ in model.named_parameters()}
+def test_adapters_of_peft_train_and_the_base_stays(tmp_path, given):
+    config, model = peft.LoraConfig(r=4, task_type="CAUSAL_LM"), tiny.model(vocab_size=258)
     if given == "model":
-        trainer = script(tmp_path, length, model=peft.get_peft_model(model, config), **settings)
+        trainer = script(tmp_path, length, model=peft.get_peft_model(model, config), gradient_checkpointing=True)
     else:
-        trainer = script(tmp_path, length, model=model, peft_config=config, **settings)
-    assert isinstance(trainer.model, peft.PeftModel) and trainer.ref_model is None
-    changed = trained(trainer)
-    assert changed == {name for name, _ in trainer.model.named_parameters() if "lora_" in name} and not changed & named
+        trainer = script(tmp_path, length, model=model, peft_config=config, beta=0.1)
+    assert isinstance(trainer.model, peft.PeftModel) and trainer.ref_model is None and trainer.args.lora_r == 4
+    assert trained(trainer) == {name for name, _ in trainer.model.named_parameters() if "lora_" in name}
     assert (tmp_path / "run" / "checkpoint-2" / "adapter_model.safetensors").exists()
     assert (tmp_path / "run" / "merged" / "model.safetensors").exists()
 
@@ -269,10 +244,6 @@ def test_eval_on_start_and_strategies(tmp_path, strategy, at):
     assert [entry["step"] for entry in trainer.state.log_history if "eval_reward" in entry] == at
 
 
-def test_without_data_to_evaluate_on_nothing_is_returned(tmp_path):
-    assert script(tmp_path).evaluate() is None
-
-
 @pytest.mark.parametrize(
     "given, match",
     [
@@ -281,22 +252,67 @@ def test_without_data_to_evaluate_on_nothing_is_returned(tmp_path):
         ({"tools": [length]}, "tools is not in fastgrpo yet"),
         ({"optimizers": (object(), None)}, "optimizers: .* set learning_rate"),
         ({"reward_processing_classes": [None, None]}, "has 2 entries, which must match the 1 reward_funcs"),
-        ({"peft_config": peft.LoraConfig(lora_dropout=0.1)}, "peft_config: lora_dropout=0.1 is not in fastgrpo"),
+        ({"peft_config": peft.LoraConfig(lora_dropout=0.1)}, "peft_config: lora_dropout=0.1"),
+        ({"peft_config": peft.LoraConfig(), "use_peft": True}, "both ask for adapters"),
+        ({"rows": {"train": PROMPTS}}, r"train_dataset is of type dict; .* such as data\['train'\]"),
+        ({"rows": (row for row in PROMPTS)}, r"train_dataset .* generator; .* pass list\(...\)"),
+        ({"rows": STREAM, "max_steps": -1}, "so pass max_steps"),
+        ({"rows": [*PROMPTS, 7]}, "train_dataset row 4"),
+        ({"eval_rows": [*PROMPTS, 7]}, "eval_dataset row 4"),
+        ({"eval_rows": STREAM, "max_eval_samples": None}, "so pass max_eval_samples"),
+        ({"eval_rows": {"a/b": PROMPTS}}, "cannot be the name of a data set"),
+        ({"metric_for_best_model": "reward", "callbacks": [EarlyStoppingCallback()], "eval_steps": 1,
+          "save_steps": 1, "eval_rows": PROMPTS}, "metric_for_best_model='eval_reward'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
+)  # fmt: skip
 def test_what_is_not_served_is_refused_by_name(tmp_path, given, match):
     with pytest.raises(ValueError, match=match):
-        script(tmp_path, **given)
+        script(tmp_path, **given).train()
 
 
-def test_the_arguments_stand_in_trls_order(tmp_path):
-    trl = pytest.importorskip("trl")
-    import inspect
+@pytest.mark.parametrize(
+    "given, match",
+    [
+        ({"args": {"max_steps": 1}}, "args is of type dict"),
+        ({"args": SFTConfig()}, "args is of type SFTConfig"),
+        ({"processing_class": "Qwen/Qwen3-0.6B"}, "processing_class is of type str"),
+        ({"reward_funcs": {"f": length}}, "reward_funcs"),
+        ({"reward_funcs": [None]}, "reward_funcs"),
+        ({"train_dataset": None}, "train_dataset is needed"),
+        ({"model": peft.get_peft_model(tiny.model(), peft.LoraConfig()), "peft_config": peft.LoraConfig()},
+         "and there is a peft_config too"),
+    ],
+)  # fmt: skip
+def test_arguments_of_another_kind_are_refused_before_the_model_is_loaded(given, match):
+    with pytest.raises(ValueError, match=match):
+        GRPOTrainer(**{"model": "no/such/model", "reward_funcs": length, "train_dataset": PROMPTS, **given})
 
+
+def test_a_stream_and_a_data_frame_train_and_evaluate(tmp_path):
+    """A stream is read as far as a run can need."""
+    settings = {"max_steps": 1, "prompts_per_step": 2, "oversampling_factor": 1.5}
+    trainer = make_trainer(tmp_path, rows=STREAM, eval_rows=pandas.DataFrame(PROMPTS), **settings)
+    assert len(trainer.source) == 3
+    trainer.train()
+    measured = [row for row in lines(tmp_path / "run" / "metrics.jsonl") if "eval/accuracy" in row]
+    assert [row["step"] for row in measured] == [0, 1]
+    refills = {"prompts_per_step": 2, "dynamic_sampling": 3, "max_steps": 2, "output_dir": str(tmp_path / "other")}
+    trainer = make_trainer(tmp_path, rows=STREAM, eval_rows=STREAM, max_eval_samples=5, **refills)
+    assert (len(trainer.source), len(trainer.held_out[""])) == (12, 5)
+
+
+@pytest.mark.parametrize(
+    "loss, level, told",
+    [("dapo", "sequence", True), ("cispo", "sequence", True), ("grpo", "sequence", False), ("dapo", "token", False),
+     ("luspo", "sequence", False)],
+)  # fmt: skip
+def test_sequence_level_with_a_token_sum_is_told_of(loss, level, told):
+    cap = {"epsilon_high": 5.0} if loss == "cispo" else {}
+    warnings = advice(GRPOConfig(loss_type=loss, importance_sampling_level=level, **cap))
+    assert any("adds up over tokens" in text for text in warnings) == told
+
+
+def test_the_arguments_stand_in_trls_order():
     mine, theirs = (list(inspect.signature(kind.__init__).parameters) for kind in (GRPOTrainer, trl.GRPOTrainer))
     assert mine[: len(theirs)] == theirs and mine[len(theirs) :] == ["log", "panels"]
-    args = GRPOConfig(output_dir=str(tmp_path / "run"), max_completion_length=4, device="cpu")
-    given = str(tiny.save(tmp_path / "model")), [length], args, PROMPTS, {"a": PROMPTS[:1]}, tiny.tokenizer()
-    trainer = GRPOTrainer(*given, None, None, (None, None), None, peft.LoraConfig(r=2), None, None, None)
-    assert trainer.args.lora_r == 2 and isinstance(trainer.model, peft.PeftModel)

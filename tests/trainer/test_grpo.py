@@ -1,8 +1,11 @@
 """The loop: learning, exact accumulation, old log-probs, what a run leaves behind."""
 
+import dataclasses
 import json
 import re
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import tiny
 import torch
@@ -10,7 +13,6 @@ from runs import PROMPTS, lines, make_trainer, samples_of, share_of_a
 from transformers import AutoModelForCausalLM
 
 from fastgrpo import GRPOConfig, GRPOTrainer
-from fastgrpo.data.records import Sample
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, make_reference, score
@@ -37,24 +39,30 @@ def test_a_learnable_reward_is_learnt_within_20_updates(tmp_path):
     assert max(rewards) >= 0.95
 
 
-def gradient_and_loss(max_tokens, loss_type, level, beta, drop=False, seed=0):
-    """One GRPO update without the optimizer's step: gradients by name, and the metrics."""
-    model = tiny.model("llama").double()
-    reference = make_reference(Policy.of(model), beta)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)) * 0.02)
-    optimizer = MasterAdamW(model, learning_rate=0.0)
+def make_update(objective, max_tokens=10_000, moved=False, **settings):
+    """An update of a tiny policy, which has moved away from its reference."""
+    model = tiny.model("llama")
+    model = model.double() if moved else model
+    reference = make_reference(Policy.of(model), objective.beta)
+    if moved:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)) * 0.02)
+    optimizer = MasterAdamW(model, learning_rate=0.0 if moved else 3e-3)
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
     learner = Learner(Policy.of(model), optimizer, schedule, max_grad_norm=0.0, max_tokens=max_tokens)
-    objective = Objective(loss_type, level, beta=beta, max_completion_length=9)
-    update = GRPOUpdate(Policy.of(model), reference, learner, objective, temperature=0.9)
+    return GRPOUpdate(Policy.of(model), reference, learner, objective, temperature=1.0, **settings)
+
+
+def gradient_and_loss(max_tokens, loss_type, level, beta, drop=False, seed=0):
+    """One GRPO update without the optimizer's step: gradients by name, and the metrics."""
+    update = make_update(Objective(loss_type, level, beta=beta, max_completion_length=9), max_tokens, moved=True)
     if drop:
         update.teaches = lambda sample: True
-    gradients = {}
+    gradients, optimizer = {}, update.learner.optimizer
 
     def keep(*arguments):
-        gradients.update({name: p.grad.clone() for name, p in model.named_parameters()})
+        gradients.update({name: p.grad.clone() for name, p in update.policy.module.named_parameters()})
         return step(*arguments)
 
     step, optimizer.step = optimizer.step, keep
@@ -62,16 +70,21 @@ def gradient_and_loss(max_tokens, loss_type, level, beta, drop=False, seed=0):
     return gradients, update([samples[:3], samples[3:]])[1]
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo"])
-@pytest.mark.parametrize("level, beta", [("token", 0.0), ("token", 0.1), ("sequence", 0.1)])
-def test_a_step_does_not_depend_on_how_it_was_split(loss_type, level, beta):
-    whole, whole_metrics = gradient_and_loss(10_000, loss_type, level, beta)
-    for max_tokens in (1, 17, 30):
-        split, metrics = gradient_and_loss(max_tokens, loss_type, level, beta)
-        for name, gradient in whole.items():
-            torch.testing.assert_close(split[name], gradient, atol=1e-10, rtol=1e-8, msg=name)
-        for name, value in whole_metrics.items():
-            assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+@hypothesis.given(
+    st.sampled_from(["grpo", "bnpo", "dapo", "dr_grpo", "luspo"]),
+    st.sampled_from([("token", 0.0), ("token", 0.1), ("sequence", 0.1)]),
+    st.integers(1, 60),
+    st.integers(0, 3),
+)
+@hypothesis.settings(max_examples=25)
+def test_a_step_does_not_depend_on_how_it_was_split(loss_type, how, max_tokens, seed):
+    """Any split into micro-batches has the gradient and the metrics of the whole."""
+    whole, whole_metrics = gradient_and_loss(10_000, loss_type, *how, seed=seed)
+    split, metrics = gradient_and_loss(max_tokens, loss_type, *how, seed=seed)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(split[name], gradient, atol=1e-10, rtol=1e-8, msg=name)
+    for name, value in whole_metrics.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
     assert any(gradient.abs().max() > 1e-4 for gradient in whole.values())
 
 
@@ -80,21 +93,6 @@ def test_samples_without_advantage_change_nothing_when_they_leave():
     without, _ = gradient_and_loss(10_000, "dapo", "token", 0.0)
     for name, gradient in with_all.items():
         torch.testing.assert_close(without[name], gradient, atol=1e-12, rtol=1e-9, msg=name)
-
-
-def make_update(objective, **settings):
-    model = tiny.model("llama")
-    optimizer = MasterAdamW(model, learning_rate=3e-3)
-    schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
-    learner = Learner(Policy.of(model), optimizer, schedule, max_grad_norm=1.0, max_tokens=10_000)
-    return GRPOUpdate(
-        Policy.of(model),
-        make_reference(Policy.of(model), objective.beta),
-        learner,
-        objective,
-        temperature=1.0,
-        **settings,
-    )
 
 
 def test_every_update_after_the_first_meets_the_rollout_policy_as_the_old_one():
@@ -123,27 +121,27 @@ def test_without_passes_no_old_logps_are_made(monkeypatch):
     assert metrics["ratio/mean"] == metrics["ratio/max"] == 1 and "kl" not in metrics
 
 
+def weights(trainer):
+    return [parameter.clone() for parameter in trainer.model.parameters()]
+
+
+def moved(trainer, before):
+    return [not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True)]
+
+
 def test_truncated_completions_are_masked_on_request(tmp_path):
     trainer = make_trainer(tmp_path, mask_truncated_completions=True, loss_type="grpo")
-    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    before = weights(trainer)
     trainer.collector.sampling = trainer.sampling.__class__(max_tokens=3)  # no stop token: everything is truncated
-    values = trainer.step()
-    assert values["completions/clipped_ratio"] == 1
-    assert all(torch.equal(before[name], p) for name, p in trainer.model.named_parameters())
+    assert trainer.step()["completions/clipped_ratio"] == 1 and not any(moved(trainer, before))
 
 
 def test_no_spread_moves_nothing(tmp_path):
     trainer = make_trainer(tmp_path, lambda completions, **_: [0.1] * len(completions))
-    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    before = weights(trainer)
     values = trainer.step()
     assert values["frac_informative"] == 0 and values["frac_reward_zero_std"] == 1 and values["loss"] == 0
-    assert all(torch.equal(before[name], p) for name, p in trainer.model.named_parameters())
-
-
-def test_no_reference_in_memory_without_beta(tmp_path):
-    assert make_trainer(tmp_path / "a").updates.reference is None
-    reference = make_trainer(tmp_path / "b", beta=0.1).updates.reference
-    assert not any(p.requires_grad for p in reference.policy.module.parameters())
+    assert not any(moved(trainer, before))
 
 
 def test_what_a_run_leaves_behind(tmp_path, monkeypatch):
@@ -193,91 +191,50 @@ def test_what_a_run_leaves_behind(tmp_path, monkeypatch):
     assert (run / "checkpoint-1").is_dir()
 
 
-def test_the_same_seed_gives_the_same_run(tmp_path):
-    def metrics(name):
-        make_trainer(tmp_path / name, num_iterations=2, beta=0.1).train()
-        rows = lines(tmp_path / name / "run" / "metrics.jsonl")
-        return [{k: v for k, v in row.items() if "time" not in k and "/s" not in k} for row in rows]
-
-    assert metrics("a") == metrics("b")
-
-
 def test_conversational_prompts_give_message_lists(tmp_path):
-    seen = []
-
     def reward(prompts, completions, **_):
-        seen.extend([prompts[0], completions[0]])
+        assert prompts[0] == prompt
+        assert completions[0][0]["role"] == "assistant" and isinstance(completions[0][0]["content"], str)
         return [float(i) for i in range(len(completions))]
 
     prompt = [{"role": "user", "content": "hi"}]
-    make_trainer(tmp_path, reward, rows=[{"prompt": prompt}], chat=True, max_steps=1).train()
-    assert seen[0] == prompt
-    assert seen[1][0]["role"] == "assistant" and isinstance(seen[1][0]["content"], str)
+    assert make_trainer(tmp_path, reward, rows=[{"prompt": prompt}], chat=True, max_steps=1).train()["steps"] == 1
 
 
 def test_logging_steps_average(tmp_path):
-    trainer = make_trainer(tmp_path, max_steps=5, logging_steps=2)
-    trainer.train()
-    rows = [row for row in lines(tmp_path / "run" / "metrics.jsonl")]
-    assert [row["step"] for row in rows] == [2, 4, 5]
-    assert rows[1]["num_tokens"] > rows[0]["num_tokens"]
+    """And a run that is shorter leaves its samples at its end."""
+    make_trainer(tmp_path, max_steps=5, logging_steps=2).train()
+    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [2, 4, 5] and rows[1]["num_tokens"] > rows[0]["num_tokens"]
+    make_trainer(tmp_path, output_dir=str(tmp_path / "short"), logging_steps=10).train()
+    assert {row["step"] for row in lines(tmp_path / "short" / "samples.jsonl")} == {2}
 
 
 def test_epochs_set_the_steps(tmp_path):
     assert make_trainer(tmp_path, max_steps=-1, num_train_epochs=3, rows=PROMPTS * 3).state.max_steps == 9
 
 
-def test_a_model_object_is_trained_in_place(tmp_path):
-    model = tiny.model(vocab_size=258)
-    before = model.get_input_embeddings().weight.clone()
-    args = GRPOConfig(
-        output_dir=str(tmp_path / "run"), max_steps=1, prompts_per_step=2, num_generations=8, max_completion_length=4,
-        learning_rate=1e-2, device="cpu", lr_scheduler_type="constant",
-    )  # fmt: skip
-
-    def rising(completions, **_):
-        return list(range(len(completions)))
-
-    GRPOTrainer(model, rising, args, PROMPTS, processing_class=tiny.tokenizer()).train()
-    assert not torch.equal(before, model.get_input_embeddings().weight)
-
-
-def test_minibatches_are_balanced_and_as_many_as_asked_for():
-    update = make_update(Objective(), updates_per_rollout=4)
-    sizes, step = [], update.learner.step
-    update.learner.step = lambda samples, *losses: sizes.append(len(samples)) or step(samples, *losses)
+@pytest.mark.parametrize("samples, updates, sizes", [(5, 4, [1, 1, 1, 2]), (6, 3, [2, 2, 2]), (2, 1, [2])])
+def test_minibatches_are_balanced_and_as_many_as_asked_for(samples, updates, sizes):
+    update, seen = make_update(Objective(), updates_per_rollout=updates), []
+    step = update.learner.step
+    update.learner.step = lambda samples, *losses: seen.append(len(samples)) or step(samples, *losses)
     update.teaches = lambda sample: True
-    update([[sample] for sample in samples_of(5)])
-    assert sizes == [1, 1, 1, 2]
+    update([[sample] for sample in samples_of(samples)])
+    assert seen == sizes
 
 
-def test_an_update_without_samples_moves_nothing():
-    update = make_update(Objective())
-    before = [p.clone() for p in update.policy.module.parameters()]
-    samples = [Sample(s.prompt_ids, s.ids, 0.0) for s in samples_of()]
-    metrics = update([samples])[1]
-    assert metrics["grad_norm"] == 0 and metrics["loss"] == 0
-    assert all(torch.equal(a, b) for a, b in zip(before, update.policy.module.parameters(), strict=True))
-
-
-def test_no_verdict_at_all(tmp_path):
-    values = make_trainer(tmp_path, lambda completions, **_: [None] * len(completions), reward_errors="skip").train()
-    assert values["steps"] == 2
+def test_steps_without_any_verdict_move_nothing(tmp_path):
+    make_trainer(tmp_path, lambda completions, **_: [None] * len(completions), reward_errors="skip").train()
     rows = lines(tmp_path / "run" / "metrics.jsonl")
-    assert all("reward" not in row and row["frac_informative"] == 0 for row in rows)
+    assert len(rows) == 2 and all("reward" not in row and row["frac_informative"] == 0 for row in rows)
 
 
 def advantages_of(trainer):
-    """Those of one step, and the rewards they are made of."""
-    seen = []
-
-    def update(groups, with_entropy):
-        seen.extend(groups)
-        return [sample for group in groups for sample in group], {"skipped_updates": 0}
-
-    trainer.updates = update
+    """[P, G] advantages of one step."""
     trainer.step()
-    return torch.tensor([[sample.advantage for sample in group] for group in seen])
+    rows = lines(trainer.log.dir / "samples.jsonl")
+    return torch.tensor([row["advantage"] for row in rows]).view(-1, 4)
 
 
 def centred(rewards):
@@ -289,10 +246,11 @@ def centred(rewards):
     [
         ({"advantage_baseline": "leave_one_out", "scale_rewards": "none"}, lambda r: centred(r) * 4 / 3),
         ({"advantage_clip": 0.5}, lambda r: (centred(r) / (r.std(1, keepdim=True) + 1e-4)).clamp(-0.5, 0.5)),
+        ({"scale_rewards": "batch"}, lambda r: centred(r) / (r.std() + 1e-4)),
     ],
 )
 def test_advantages_follow_the_settings(tmp_path, settings, formula):
-    values = torch.tensor([[0.0, 1, 2, 6]] * 4)
+    values = torch.tensor([[0.0, 1, 2, 6]] * 2 + [[0.0, 1, 1, 2]] * 2)
     trainer = make_trainer(tmp_path, lambda completions, **_: values.flatten().tolist(), **settings)
     torch.testing.assert_close(advantages_of(trainer), formula(values), atol=1e-5, rtol=1e-5)
 
@@ -311,11 +269,6 @@ def test_several_rewards_are_normalized_each_before_the_sum(tmp_path):
     torch.testing.assert_close(advantages, total / (total.std() + 1e-4), atol=1e-5, rtol=1e-5)
 
 
-def test_short_runs_leave_samples(tmp_path):
-    make_trainer(tmp_path, logging_steps=10).train()
-    assert {row["step"] for row in lines(tmp_path / "run" / "samples.jsonl")} == {2}
-
-
 def test_draws_of_held_out_prompts(tmp_path):
     """Their metrics, with intervals, at the start, every eval_steps and the end."""
     make_trainer(
@@ -330,26 +283,12 @@ def test_draws_of_held_out_prompts(tmp_path):
                 assert row[f"{name}/ci95_low"] <= row[name] <= row[f"{name}/ci95_high"], name
 
 
-@pytest.mark.parametrize("every, steps", [(None, [2]), (1, [1, 2])])
-def test_the_start_of_a_run_is_not_measured_on_request(tmp_path, every, steps):
-    summary = make_trainer(tmp_path, eval_rows=PROMPTS, eval_steps=every, eval_on_start=False).train()
-    rows = [row for row in lines(tmp_path / "run" / "metrics.jsonl") if "eval/accuracy" in row]
-    assert [row["step"] for row in rows] == steps
-    assert summary["accuracy_before"] is None and summary["accuracy_after"] == rows[-1]["eval/accuracy"]
-
-
-def test_no_data_set(tmp_path):
-    with pytest.raises(ValueError, match="train_dataset is needed"):
-        GRPOTrainer(str(tiny.save(tmp_path / "m")), share_of_a, GRPOConfig(output_dir=str(tmp_path / "run")))
-
-
-@pytest.mark.parametrize("do_sample", [False, None])
-def test_contradictory_generation_settings_are_mended_before_they_are_saved(tmp_path, caplog, do_sample):
+def test_contradictory_generation_settings_are_mended_before_they_are_saved(tmp_path, caplog):
     """As some models on the hub have them: transformers loads them, and refuses to save them."""
     folder = tiny.save(tmp_path / "model")
     path = folder / "generation_config.json"
-    settings = {**json.loads(path.read_text()), "temperature": 0.6, "top_p": 0.9, "do_sample": do_sample}
-    path.write_text(json.dumps({name: value for name, value in settings.items() if value is not None}))
+    settings = {**json.loads(path.read_text()), "temperature": 0.6, "top_p": 0.9, "do_sample": False}
+    path.write_text(json.dumps(settings))
     args = GRPOConfig(
         output_dir=str(tmp_path / "run"), max_steps=1, prompts_per_step=1, num_generations=2, max_completion_length=4,
         device="cpu",
@@ -357,9 +296,8 @@ def test_contradictory_generation_settings_are_mended_before_they_are_saved(tmp_
     GRPOTrainer(str(folder), lambda completions, **_: [0.0, 1.0], args, [{"prompt": "ab"}]).train()
     saved = json.loads((tmp_path / "run" / "checkpoint-1" / "generation_config.json").read_text())
     assert (saved["do_sample"], saved["temperature"], saved["top_p"]) == (True, 0.6, 0.9)
-    assert "do_sample=True" in caplog.text
     path.write_text(json.dumps({**settings, "do_sample": True, "length_penalty": 2.0}))
-    with pytest.raises(ValueError, match=r"could not be saved again; correct it: .*length_penalty"):
+    with pytest.raises(ValueError, match="length_penalty"):
         GRPOTrainer(str(folder), lambda completions, **_: [0.0, 1.0], args, [{"prompt": "ab"}])
 
 
@@ -368,15 +306,11 @@ def test_every_prompt_of_a_run_goes_through_the_chat_template_with_its_arguments
     path = tiny.save(tmp_path / "model", chat=True)
     (path / "chat_template.jinja").write_text(tiny.MOODY_TEMPLATE)
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("ab", "c")]
-    settings = {"max_steps": 1, "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4}
-
-    def trainer(name, **more):
-        args = GRPOConfig(output_dir=str(tmp_path / name), device="cpu", **settings, **more)
-        return GRPOTrainer(str(path), share_of_a, args, rows, rows)
-
-    run = trainer("calm", chat_template_kwargs={"mood": "calm"})
+    args = {"max_steps": 1, "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4, "device": "cpu"}
+    args = GRPOConfig(output_dir=str(tmp_path / "calm"), chat_template_kwargs={"mood": "calm"}, **args)
+    run = GRPOTrainer(str(path), share_of_a, args, rows, rows)
     shown = {run.tokenizer.decode(c.prompt_ids) for c in run.collector(run.state)[0]}
     assert shown == {"[calm]<user>ab\n<assistant>", "[calm]<user>c\n<assistant>"}
     assert run.train()["accuracy_after"] is not None
     with pytest.raises(ValueError, match="no mood"):
-        trainer("none")
+        GRPOTrainer(str(path), share_of_a, dataclasses.replace(args, chat_template_kwargs={}), rows)

@@ -13,6 +13,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from fastgrpo.data.records import Batch
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.load import prepare
+from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.micro_batches import micro_batches
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import make_reference
@@ -36,21 +37,17 @@ def soft_capped():
     return prepare(Gemma2ForCausalLM(config), own_attention=True)
 
 
-def with_adapters():
-    pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
-    from fastgrpo.policy.lora import add_lora
-
-    return Policy(add_lora(tiny.model(), r=4, target_modules=("all-linear",)))
-
-
 # name: (policy, device of the reference)
 POLICIES = {
     "copy": (lambda: Policy(tiny.model()), None),
     "checkpointed": (lambda: Policy(tiny.model(gradient_checkpointing=True)), None),
     "streamed": (lambda: Policy(tiny.model("smollm3-like")), "cpu"),
-    "adapters": (with_adapters, None),
+    "adapters": (lambda: Policy(add_lora(tiny.model(), r=4, target_modules=("all-linear",))), None),
+    "checkpointed adapters": (
+        lambda: Policy(add_lora(tiny.model(gradient_checkpointing=True), r=4, target_modules=("all-linear",))), None,
+    ),
     "soft-capped": (soft_capped, None),
-}
+}  # fmt: skip
 
 
 def make_update(policy, device=None, max_tokens=10_000, share_prompt=True, objective=None, **settings):
@@ -131,24 +128,6 @@ def test_the_gradient_is_that_of_full_logits(name, share_prompt):
             torch.testing.assert_close(actual[weight], gradient, rtol=1e-3, atol=2e-5, msg=weight)
 
 
-def test_the_gradient_checkpointed_backward_runs_with_adapters_on():
-    """The reference switches them off for its pass alone: the layers are computed again after it."""
-    pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
-    from fastgrpo.policy.lora import add_lora
-
-    found = []
-    for checkpointing in (False, True):
-        model = tiny.model(gradient_checkpointing=checkpointing)
-        policy = Policy(add_lora(model, r=4, target_modules=("all-linear",)))
-        update = make_update(policy)
-        move(policy)
-        update.loss(Batch.pack(weighted_groups(), "cpu"), step_tokens=1.0, with_entropy=False).loss.backward()
-        found.append(gradients(policy))
-    assert found[0] and found[0].keys() == found[1].keys()
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, msg=name)
-
-
 @pytest.mark.parametrize("num_iterations", [1, 3])
 def test_the_reference_runs_once_a_pass_and_scores_nothing(num_iterations, monkeypatch):
     policy = Policy(tiny.model())
@@ -170,23 +149,10 @@ def rising(completions, **_):
     return [float(i) for i in range(len(completions))]
 
 
-def measured(tmp_path, **settings):
-    """The KL of each of two steps of a whole run."""
-    make_trainer(tmp_path, rising, beta=0.1, kl="full", **settings).train()
-    return [row["kl"] for row in lines(tmp_path / "run" / "metrics.jsonl") if "kl" in row]
-
-
-def test_a_run_is_the_same_however_it_is_split(tmp_path):
-    whole = measured(tmp_path / "whole")
-    assert whole[0] == pytest.approx(0, abs=1e-6)  # the policy is its own reference at first
-    assert whole[1] > 1e-5
-    split = measured(tmp_path / "split", max_tokens_per_microbatch=16)
-    assert split == pytest.approx(whole, rel=0.02, abs=1e-6)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
+        {"max_tokens_per_microbatch": 16},
         {"ref_storage": "cpu", "entropy_coef": 0.01},
         {"use_peft": True, "lora_target_modules": ("all-linear",)},
         {"sync_ref_model": True, "ref_model_sync_steps": 1},
@@ -194,8 +160,8 @@ def test_a_run_is_the_same_however_it_is_split(tmp_path):
     ],
     ids=lambda settings: next(iter(settings)),
 )
-def test_a_run_with_other_references_and_passes(tmp_path, settings):
-    if "use_peft" in settings:
-        pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
-    first, second = measured(tmp_path, **settings)
-    assert 1e-6 < second < 1 and first > -1e-6
+def test_a_run_measures_a_kl_that_begins_at_0(tmp_path, settings):
+    """The policy is its own reference at first."""
+    make_trainer(tmp_path, rising, beta=0.1, kl="full", **settings).train()
+    first, second = (row["kl"] for row in lines(tmp_path / "run" / "metrics.jsonl") if "kl" in row)
+    assert 1e-6 < second < 1 and (first == pytest.approx(0, abs=1e-6) or "num_iterations" in settings)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgrpo.data.records import Batch, Sample
 from fastgrpo.loss.objective import Objective
+from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import make_reference
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
@@ -87,14 +88,7 @@ def test_a_first_update_without_kl_is_one_forward_and_one_backward_of_what_teach
     assert products.counts == needed(model, teaching(samples), 3)  # no old, no reference, nothing for idle groups
 
 
-def test_groups_without_advantage_are_not_computed():
-    model = policy()
-    samples = [Sample(s.prompt_ids, s.ids, 0.0) for s in samples_of()]
-    assert counted(model, [samples]).counts == Counter()
-
-
-def test_their_tokens_count_in_the_normalizer():
-    """A group of no advantage beside another one leaves its loss as small as if it were computed."""
+def test_tokens_of_groups_without_advantage_count_in_the_normalizer():
     samples = [dataclasses.replace(s, advantage=s.advantage * (i < 3)) for i, s in enumerate(samples_of())]
     updated = make_update(policy())([samples[:3], samples[3:]])
     tokens = sum(len(sample.ids) for sample in samples)
@@ -126,14 +120,11 @@ def test_old_log_probs_are_made_for_later_minibatches_alone():
 
 
 def test_with_adapters_the_base_and_the_head_have_no_weight_gradient():
-    pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
-    from fastgrpo.policy.lora import add_lora
-
+    """And the KL adds one pass of the base."""
     model, samples = policy(), teaching(samples_of())
-    base = needed(model, samples, 2)  # forward, and the gradient of the input
-    tokens, rank = sizes(samples)[0], 8
-    add_lora(model, r=rank, target_modules=("all-linear",))
-    expected = Counter(base)
+    once, tokens = needed(model, samples, 1), sizes(samples)[0]
+    add_lora(model, r=8, target_modules=("all-linear",))
+    expected = once + once  # forward, and the gradient of the input
     layers = dict(model.base_model.named_modules())
     for name, layer in layers.items():
         if "lora_" in name and isinstance(layer, torch.nn.Linear):
@@ -144,42 +135,21 @@ def test_with_adapters_the_base_and_the_head_have_no_weight_gradient():
         expected[tuple(sorted((tokens, *layer.weight.shape)))] -= 1
         expected[tuple(sorted((tokens, *layer.lora_A["default"].weight.shape)))] -= 1
     assert counted(model, [samples]).counts == expected
+    fresh = add_lora(policy(), r=8, target_modules=("all-linear",))
+    assert counted(fresh, [samples], beta=0.1).counts - expected == once
 
 
-def test_adapters_with_kl_add_one_pass_of_the_base_alone():
-    pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
-    from fastgrpo.policy.lora import add_lora
-
-    samples = teaching(samples_of())
-    base = needed(policy(), samples, 1)
-    without, with_kl = (
-        counted(add_lora(policy(), r=8, target_modules=("all-linear",)), [samples], beta=beta).counts
-        for beta in (0.0, 0.1)
-    )
-    assert with_kl - without == base
-
-
-def test_entropy_costs_its_pass_where_it_is_asked_for():
+def test_entropy_costs_its_pass_only_where_it_is_asked_for():
     asked, spared = (counted(policy(), [samples_of()], with_entropy=flag) for flag in (True, False))
-    assert asked.entropies == 1 and spared.entropies == 0
-    assert asked.counts == spared.counts
+    assert (asked.entropies, spared.entropies) == (1, 0) and asked.counts == spared.counts
 
 
 def rising(completions, **_):
     return [float(i) for i in range(len(completions))]
 
 
-def test_entropy_is_measured_in_steps_that_are_logged(tmp_path):
-    trainer = make_trainer(tmp_path, rising, logging_steps=3, max_steps=4)
-    measured = []
-    for _ in range(4):
-        with Products() as products:
-            values = trainer.step()
-        assert bool(products.entropies) == ("entropy" in values)
-        measured.append("entropy" in values)
-    assert measured == [False, False, True, True]  # the last step always is
-
-
-def test_an_entropy_bonus_needs_it_in_every_step(tmp_path):
-    trainer = make_trainer(tmp_path, rising, logging_steps=3, max_steps=4, entropy_coef=0.01)
-    assert "entropy" in trainer.step()
+@pytest.mark.parametrize("coef, measured", [(0.0, [False, False, True, True]), (0.01, [True] * 4)])
+def test_entropy_is_measured_in_steps_that_are_logged_or_need_it(tmp_path, coef, measured):
+    """The last step is always logged."""
+    trainer = make_trainer(tmp_path, rising, logging_steps=3, max_steps=4, entropy_coef=coef)
+    assert ["entropy" in trainer.step() for _ in range(4)] == measured

@@ -24,23 +24,14 @@ def trainer(tmp_path_factory):
     return trainer
 
 
-def same(path, trainer):
-    loaded = AutoModelForCausalLM.from_pretrained(path)
-    assert AutoTokenizer.from_pretrained(path).vocab_size == trainer.tokenizer.vocab_size
-    return all(torch.equal(loaded.get_parameter(name), value) for name, value in trainer.model.named_parameters())
-
-
-def test_the_model_is_saved_where_it_is_asked_for(trainer, tmp_path):
-    trainer.save_model(tmp_path / "model")
-    assert same(tmp_path / "model", trainer)
-
-
 def test_rank_0_alone_saves_a_model_that_it_has_whole(trainer, tmp_path, monkeypatch):
     """Scripts save under `if trainer.is_world_process_zero()`, so that no other rank comes to meet it."""
     for wait in ("meet", "any", "gather", "from_lead"):
         monkeypatch.setattr(type(trainer.ranks), wait, lambda *_: pytest.fail("rank 0 waits for the others"))
     trainer.save_model(tmp_path / "model")
-    assert same(tmp_path / "model", trainer)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").vocab_size == trainer.tokenizer.vocab_size
+    assert all(torch.equal(loaded.get_parameter(name), value) for name, value in trainer.model.named_parameters())
 
 
 def test_after_the_end_the_folder_is_held_while_something_is_written(trainer, monkeypatch):
@@ -70,7 +61,7 @@ def other_may_take(path):
 @pytest.mark.parametrize("named", [True, False])
 def test_in_the_folder_of_the_run_the_model_has_a_folder_of_its_own(trainer, named, capsys):
     trainer.save_model(str(trainer.log.dir) if named else None)
-    assert same(trainer.log.dir / "final", trainer)
+    assert (trainer.log.dir / "final" / "model.safetensors").exists()
     assert "the model is saved in" in capsys.readouterr().out
     assert json.loads((trainer.log.dir / "config.json").read_text())["command"] == "train"
 
@@ -117,8 +108,18 @@ def test_the_model_is_uploaded(trainer, monkeypatch, name):
     assert upload == {"repo_id": f"me/{repo}", "commit_message": "done"}
 
 
-def test_a_run_uploads_at_its_end_where_it_is_told_to(tmp_path, monkeypatch):
+@pytest.mark.parametrize("push", [False, True])
+def test_a_run_uploads_at_its_end_where_it_is_told_to(tmp_path, monkeypatch, push):
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     monkeypatch.setattr(Hub, "asked", [])
-    make_trainer(tmp_path, push_to_hub=True, hub_model_id="org/mine", hub_private_repo=True).train()
-    assert Hub.asked[0][0] == "org/mine" and Hub.asked[0][1]["private"] is True
+    make_trainer(tmp_path, push_to_hub=push, hub_model_id="org/mine", hub_private_repo=True).train()
+    assert [name for name, _ in Hub.asked][:1] == ["org/mine"] * push
+    assert not push or Hub.asked[0][1]["private"] is True
+
+
+def test_the_summary_and_the_last_entry_tell_of_the_whole_run(trainer):
+    last, result = trainer.state.log_history[-1], trainer.result
+    assert json.loads((trainer.log.dir / "summary.json").read_text()).items() >= result.items()
+    assert (result["steps"], last["step"], last["epoch"]) == (2, 2, 2.0)
+    losses = [entry["loss"] for entry in trainer.state.log_history[:-1]]
+    assert last["train_loss"] == result.training_loss == pytest.approx(sum(losses) / len(losses))

@@ -1,17 +1,22 @@
-"""What a step's completions say: rewards where some are missing, lengths, rates, and the lines of samples.jsonl."""
+"""What is measured: rewards where some are missing, lengths, rates, lines of samples.jsonl, losses, held-out rows."""
 
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
 from samples import answer
 
+from fastgrpo import GRPOLossOutput
 from fastgrpo.data.records import Prompt
 from fastgrpo.data.token_text import TokenText
-from fastgrpo.trainer.collect import length_metrics, logged_groups, rates, reward_metrics, sample_rows
+from fastgrpo.evaluation.heldout import Evaluation
+from fastgrpo.trainer.collect import length_metrics, logged_groups, reward_metrics, sample_rows
+from fastgrpo.trainer.setup import prefixes, read_held_out, renamed
+from fastgrpo.trainer.update import Meter
 
 NAN = float("nan")
 
@@ -37,12 +42,6 @@ def test_rewards_that_were_not_given_are_left_out_of_the_means():
     assert (values["advantage/mean"], values["advantage/abs_mean"]) == (0.0, 0.5)
 
 
-def test_what_nothing_was_given_for_is_absent():
-    values = reward_metrics([completion(style=NAN)] * 2, torch.tensor([NAN, NAN], dtype=torch.float64), [False])
-    assert values.keys().isdisjoint({"reward", "reward_std", "rewards/style/mean", "rewards/style/std"})
-    assert not any(math.isnan(value) for value in values.values())
-
-
 def test_lengths():
     assert length_metrics([completion(2), completion(6, "length"), completion(4), completion(4)]) == {
         "completions/mean_length": 4,
@@ -54,15 +53,6 @@ def test_lengths():
         "completions/max_terminated_length": 4,
     }
     assert not any("terminated" in name for name in length_metrics([completion(6, "length")]))
-
-
-def test_rates():
-    assert rates(40, rollout_seconds=2.0, seconds=8.0) == {
-        "step_time": 8.0,
-        "tokens/s": 5.0,
-        "rollout/tokens/s": 20.0,
-        "rollout/share": 0.25,
-    }
 
 
 def test_a_line_of_samples_is_a_completion():
@@ -98,3 +88,77 @@ def test_a_line_of_samples_is_a_completion():
 )
 def test_samples_are_whole_groups_evenly_spread(groups, most, kept):
     assert logged_groups(groups, 8, most) == kept
+
+
+def output(loss, tokens, logps=(0.0,), **metrics):
+    values = {"policy_loss": loss, "active_tokens": tokens, **metrics}
+    metrics = {name: torch.tensor(float(value)) for name, value in values.items()}
+    logps = torch.tensor(logps)
+    return GRPOLossOutput(torch.tensor(float(loss)), logps, torch.ones_like(logps, dtype=torch.bool), metrics)
+
+
+def batch(old_logps=None, rollout_logps=None):
+    return SimpleNamespace(old_logps=old_logps, rollout_logps=rollout_logps)
+
+
+def test_losses_are_sums_over_an_update_and_means_over_updates():
+    meter = Meter()
+    for loss, update in ((1.0, 0), (2.0, 0), (5.0, 1)):  # the first update has two micro-batches
+        meter.add(output(loss, 4), batch(), update)
+    values = meter.values([0.5, 1.5])
+    assert (values["loss"], values["policy_loss"], values["grad_norm"]) == (4.0, 4.0, 1.0)
+    assert Meter().values([0.0]) == {"skipped_updates": 0, "grad_norm": 0.0, "loss": 0.0, "policy_loss": 0.0}
+
+
+def test_means_are_weighted_by_active_tokens_and_extremes_are_not():
+    meter = Meter()
+    for tokens, kl, mean, most, low, high in ((1, 0.4, 1.0, 1.5, 0.25, 0.5), (3, 0.8, 2.0, 1.2, 0.25, 0.5)):
+        told = {
+            "kl": kl,
+            "ratio/mean": mean,
+            "ratio/max": most,
+            "clip_ratio/low_mean": low,
+            "clip_ratio/high_mean": high,
+        }
+        meter.add(output(0.0, tokens, **told), batch(), 0)
+    values = meter.values([1.0])
+    assert values["kl"] == pytest.approx(0.7) and values["ratio/mean"] == pytest.approx(1.75)
+    assert values["ratio/max"] == 1.5 and "active_tokens" not in values
+    assert values["clip_ratio/region_mean"] == 0.75  # a token is clipped at one bound or the other
+
+
+def test_a_skipped_update_leaves_its_count_alone():
+    meter = Meter()
+    meter.add(output(1.0, 2, kl=0.1), batch(), 0)
+    meter.add(output(NAN, 2, kl=NAN), batch(), 1)
+    values = meter.values([2.0, NAN])
+    assert values["skipped_updates"] == 1 and values["grad_norm"] == 2.0
+    assert values["loss"] == 1.0 and values["kl"] == pytest.approx(0.1)
+    assert Meter().values([NAN, NAN]) == {"skipped_updates": 2}
+
+
+def test_the_rollouts_log_probs_are_compared_on_the_first_update_alone():
+    """Later the policy has moved, and its log-probs differ for that reason."""
+    meter, drawn = Meter(), torch.tensor([-1.0, -2.0])
+    meter.add(output(0.0, 2, (-1.0, -2.5)), batch(rollout_logps=drawn), 0)
+    meter.add(output(0.0, 2, (-9.0, -9.0)), batch(old_logps=drawn, rollout_logps=drawn), 1)
+    values = meter.values([1.0, 1.0])
+    assert values["rollout/logp_gap"] == 0.25 and values["rollout/logp_gap_max"] == 0.5
+
+
+ROWS = [{"prompt": "a"}, {"prompt": "b"}]
+
+
+def test_held_out_rows_are_one_data_set_or_several_by_name():
+    assert read_held_out(None, 3) == {} and list(read_held_out(ROWS, 1)[""]) == ROWS[:1]
+    held_out = read_held_out({"x": ROWS, "y": ROWS[1:]}, 500)
+    assert [list(rows) for rows in held_out.values()] == [ROWS, ROWS[1:]]
+    assert prefixes(held_out, "eval") == ["eval_x", "eval_y"] and prefixes([""], "test") == ["test"]
+
+
+def test_a_prefix_takes_the_place_of_eval():
+    result = Evaluation({"eval/accuracy": 1.0}, {"eval/accuracy": (0.5, 1.0)}, [], [])
+    assert renamed(result, "eval") is result
+    assert renamed(result, "test").metrics() == {
+        "test/accuracy": 1.0, "test/accuracy/ci95_low": 0.5, "test/accuracy/ci95_high": 1.0,
+    }  # fmt: skip

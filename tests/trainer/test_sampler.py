@@ -89,14 +89,15 @@ def rising(completions, **_):
     return [float(i) for i in range(len(completions))]
 
 
-def test_a_run_with_the_correction_measures_it(tmp_path):
-    settings = {"top_k": 3, "importance_sampling_mode": "token_truncate"}
-    trainer = make_trainer(tmp_path, rising, max_steps=2, **settings)
-    trainer.train()
-    for row in lines(tmp_path / "run" / "metrics.jsonl"):
-        ratio = {name: row[f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "mean", "max")}
-        assert 0 < ratio["min"] < ratio["mean"] < ratio["max"] <= 1
-        assert row["rollout/logp_gap"] < 1e-5  # the policy's own log-probs, not the sampler's
+@pytest.mark.parametrize("mode", ["token_truncate", None])
+def test_a_run_with_the_correction_measures_it(tmp_path, mode):
+    """By default nothing is weighed."""
+    settings = {"importance_sampling_mode": mode} if mode else {}
+    make_trainer(tmp_path, rising, max_steps=1, top_k=3, **settings).train()
+    row = lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert row["rollout/logp_gap"] < 1e-5  # the policy's own log-probs, not the sampler's
+    ratio = [row.get(f"sampling/importance_sampling_ratio/{name}") for name in ("min", "mean", "max")]
+    assert 0 < ratio[0] < ratio[1] < ratio[2] <= 1 if mode else ratio == [None] * 3
 
 
 @pytest.mark.parametrize("backend", ["fast", "hf"])
@@ -113,10 +114,3 @@ def test_a_run_with_a_penalty_learns_and_is_judged_without_it(tmp_path, monkeypa
     assert row["sampling/sampling_logp_difference/max"] > 0.01
     assert len(seen) >= 2 and not any(sampling.penalizes for sampling in seen)
     assert trainer.sampling.penalizes
-
-
-def test_without_filters_and_off_by_default_nothing_is_weighed(tmp_path):
-    trainer = make_trainer(tmp_path, rising, max_steps=1, top_k=3)
-    trainer.train()
-    row = lines(tmp_path / "run" / "metrics.jsonl")[-1]
-    assert not any(name.startswith("sampling/") for name in row)
