@@ -17,7 +17,7 @@ EPS = 1e-4
 
 
 def right(**_):
-    """Named alone here: the rewards stand in the completions."""
+    """The rewards stand in the completions."""
 
 
 def steps(**_):
@@ -37,23 +37,14 @@ def advantages(completions, functions=(right,), weights=(), **settings):
     return with_advantages(completions, Rewards(list(functions), weights), config)
 
 
-GROUP = [completion(1.0), completion(0.0), completion(1.0, reason="length"), completion(0.0, reason="length")]
-
-
 def test_masked_completions_count_in_their_group():
     # Rewards 1 1 0 -2: mean 0, squares 1 + 1 + 0 + 4 over 3.
     group = [completion(r, reason=why) for r, why in ((1.0, "stop"), (1.0, "stop"), (0.0, "length"), (-2.0, "length"))]
     std = math.sqrt(2) + EPS
     done = advantages(group, mask_truncated_completions=True)
     assert [c.advantage for c in done] == pytest.approx([1 / std, 1 / std, 0, -2 / std], rel=1e-12)
-    assert [c.masked for c in done] == [False, False, True, True]
+    assert [c.masked for c in done] == [False, False, True, True] and all(c.informative for c in done)
     assert all(c.token_advantages is None for c in done)
-
-
-def test_masked_completions_give_their_group_its_spread():
-    group = [completion(1.0), completion(1.0), completion(0.0, reason="length"), completion(0.0, reason="length")]
-    inside = advantages(group, mask_truncated_completions=True)
-    assert [c.informative and not c.masked for c in inside] == [True, True, False, False]
 
 
 def test_process_advantages_by_hand():
@@ -93,6 +84,9 @@ BOTH = {"functions": (right, steps), "process_rewards": "token"}
 
 def test_a_token_gets_the_outcome_of_the_other_functions_and_its_steps():
     outcome, one = 0.5 / (math.sqrt(0.5) + EPS), 1 + EPS
+    off = advantages(STEPPED, functions=(right, steps))
+    assert all(c.token_advantages is None for c in off)  # and the sums are 1.25 and 0.75
+    assert off[0].advantage == pytest.approx(0.25 / (math.sqrt(2) / 4 + EPS))
     first, second = advantages(STEPPED, weights=(1.0, 0.5), **BOTH)
     expected = [outcome - 0.5 / one] * 3 + [outcome], [0.5 / one - outcome, -outcome]
     assert first.token_advantages.tolist() == pytest.approx(expected[0], rel=1e-6)
@@ -104,12 +98,6 @@ def test_a_token_gets_the_outcome_of_the_other_functions_and_its_steps():
     sizes = reward_metrics([first, second], torch.tensor([1.25, 0.75], dtype=torch.float64), [True])
     size = (sum(map(abs, expected[0])) / 4 + sum(map(abs, expected[1])) / 2) / 2
     assert sizes["advantage/abs_mean"] == pytest.approx(size, rel=1e-6) and sizes["frac_informative"] == 1
-
-
-def test_by_default_steps_are_not_read():
-    done = advantages(STEPPED, functions=(right, steps))
-    assert all(c.token_advantages is None for c in done)
-    assert done[0].advantage == pytest.approx(0.25 / (math.sqrt(2) / 4 + EPS))  # of the sums 1.25 and 0.75
 
 
 def test_a_completion_whose_token_advantages_add_up_to_nothing_still_teaches():

@@ -29,19 +29,11 @@ def test_the_coefficient_moves_between_its_bounds_and_is_applied_at_low_entropy_
     assert seen == [(0.35, 0.35), (0.5, 0.5), (0.5, 0.5), (0.25, 0.0), (0.0, 0.0), (-0.05, 0.0), (0.2, 0.2)]
 
 
-def test_what_is_not_finite_moves_nothing():
-    entropy = control()
-    entropy.observe(0.5)
-    before = entropy.state_dict()
-    for broken in (math.nan, math.inf):
-        entropy.observe(broken)
-    assert entropy.state_dict() == before
-
-
-def test_its_state_is_json_and_is_restored():
+def test_what_is_not_finite_moves_nothing_and_the_state_is_restored():
     first, second = control(), control()
-    assert json.loads(json.dumps(first.state_dict())) == {"coef": 0.1, "entropy": None}
     first.observe(0.5)
+    for broken in (math.nan, math.inf):
+        first.observe(broken)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert (second.coef, second.applied) == (first.coef, first.applied) == (0.35, 0.35)
 

@@ -88,16 +88,14 @@ def test_training_moves_the_weights(tmp_path, settings):
 
 
 @pytest.mark.parametrize(
-    "reward",
-    [[length, letters], [length, awaited, letters], [length, nothing], [functools.partial(length), length]],
-    ids=["several", "async", "none", "one name twice"],
-)
+    "reward", [[length, awaited, letters], [length, nothing], [functools.partial(length), length]],
+    ids=["async", "none", "one name twice"],
+)  # fmt: skip
 def test_several_rewards(tmp_path, reward):
     trainer = script(tmp_path, reward, reward_weights=[1.0, 0.5, 0.5][: len(reward)])
     assert trained(trainer)
-    names = trainer.rewards.names
+    names, last = trainer.rewards.names, trainer.state.log_history[-1]
     assert len(set(names)) == len(reward)
-    last = trainer.state.log_history[-1]
     judged = [name for name, function in zip(names, reward, strict=True) if function is not nothing]
     assert all(f"rewards/{name}/{of}" in last for name in judged for of in ("mean", "std"))
 
@@ -139,8 +137,8 @@ def test_rewards_read_columns_and_the_state(tmp_path):
         seen.append((trainer_state.global_step, len(trainer_state.log_history), sorted(set(some_values))))
         return [abs(len(text) - value) for text, value in zip(completions, some_values, strict=True)]
 
-    trainer = script(tmp_path, reward, rows=[{**row, "some_values": i} for i, row in enumerate(PROMPTS)])
-    assert trained(trainer) and seen == [(0, 0, [0, 1, 2, 3]), (1, 1, [0, 1, 2, 3])]
+    assert trained(script(tmp_path, reward, rows=[{**row, "some_values": i} for i, row in enumerate(PROMPTS)]))
+    assert seen == [(0, 0, [0, 1, 2, 3]), (1, 1, [0, 1, 2, 3])]
 
 
 def test_what_rewards_log_has_its_own_name(tmp_path):
@@ -162,32 +160,25 @@ def test_a_row_that_nothing_judges_is_told_of(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert trained(script(tmp_path, some))
     assert caplog.text.count("all reward functions returned None for a completion of the prompt 'c'") == 1
-    with pytest.raises(ValueError, match=r"all rewards are None: nothing gave none of 16"):
-        script(tmp_path / "none", nothing).train()
 
 
 def test_names_of_metrics_are_trls(tmp_path):
     trainer = script(tmp_path, length, beta=0.1, max_steps=1)
     trainer.train()
-    entry = trainer.state.log_history[0]
-    assert {"loss", "grad_norm", "learning_rate", "reward", "reward_std", "rewards/length/mean", "rewards/length/std",
-            "kl", "entropy", "frac_reward_zero_std", "completions/mean_length", "completions/min_length",
-            "completions/max_length", "completions/clipped_ratio",
-            "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "num_tokens", "step_time", "epoch",
-            "step"} <= set(entry), sorted(entry)  # fmt: skip
+    names = """loss grad_norm learning_rate reward reward_std rewards/length/mean rewards/length/std kl entropy epoch
+        step frac_reward_zero_std completions/mean_length completions/min_length completions/max_length num_tokens
+        step_time completions/clipped_ratio clip_ratio/low_mean clip_ratio/high_mean clip_ratio/region_mean"""
+    assert set(names.split()) <= set(trainer.state.log_history[0])
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_the_reference_is_a_model_of_its_own(tmp_path, beta):
-    trainer = script(
-        tmp_path, length, beta=beta, **({"sync_ref_model": True, "ref_model_sync_steps": 1} if beta else {})
-    )
-    if not beta:
-        assert trainer.ref_model is None
-        return
+def test_the_reference_is_a_model_of_its_own(tmp_path):
+    """It follows the policy after every second step."""
+    assert script(tmp_path / "none", length).ref_model is None
+    trainer = script(tmp_path, length, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2)
     before = {name: value.clone() for name, value in trainer.ref_model.named_parameters()}
-    assert trained(trainer)
-    assert all(not torch.equal(value, trainer.ref_model.get_parameter(name)) for name, value in before.items())
+    for moves in (False, True):
+        trainer.step()
+        assert all(torch.equal(before[n], v) != moves for n, v in trainer.ref_model.named_parameters())
 
 
 @pytest.mark.parametrize("given", ["config", "model"])
@@ -203,32 +194,14 @@ def test_adapters_of_peft_train_and_the_base_stays(tmp_path, given):
     assert (tmp_path / "run" / "merged" / "model.safetensors").exists()
 
 
-def test_a_run_of_peft_goes_on_bit_for_bit(tmp_path):
-    def make(**settings):
-        config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
-        model = tiny.model(vocab_size=258)
-        model = peft.get_peft_model(model, config) if settings.pop("wrapped") else model
-        given = {} if isinstance(model, peft.PeftModel) else {"peft_config": config}
-        return script(tmp_path, length, model=model, lr_scheduler_type="constant", **given, **settings)
-
-    make(max_steps=1, wrapped=False).train()
-    half = make(max_steps=2, wrapped=True)  # its own adapters are replaced by those of the checkpoint
-    half.train(resume_from_checkpoint=True)
-    once = make(max_steps=2, wrapped=False, output_dir=str(tmp_path / "once"))
-    once.train()
-    theirs = once.policy.state_dict()
-    assert all(torch.equal(value, theirs[name]) for name, value in half.policy.state_dict().items())
-
-
 def test_evaluations_of_several_data_sets(tmp_path):
-    trainer = script(
-        tmp_path, length, eval_rows={"math": PROMPTS[:2], "code": PROMPTS[2:]}, eval_strategy="steps", eval_steps=1,
-        num_generations_eval=2,
-    )  # fmt: skip
+    rows = {"math": PROMPTS[:2], "code": PROMPTS[2:]}
+    trainer = script(tmp_path, length, eval_rows=rows, eval_strategy="steps", eval_steps=1, num_generations_eval=2)
     assert trainer.eval_dataset.keys() == {"math", "code"} and trainer.train_dataset is PROMPTS
     trainer.train()
-    steps = [entry["step"] for entry in trainer.state.log_history if "eval_math_reward" in entry]
-    assert steps == [1, 2] == [entry["step"] for entry in trainer.state.log_history if "eval_code_reward" in entry]
+    for name in rows:
+        steps = [entry["step"] for entry in trainer.state.log_history if f"eval_{name}_reward" in entry]
+        assert steps == [1, 2]
     assert trainer.state.accuracy_after is not None
     named = trainer.evaluate(PROMPTS[:1], metric_key_prefix="test")
     assert {"test_reward", "test_completions/mean_length", "test_rewards/length/mean", "test_runtime"} <= set(named)

@@ -11,15 +11,14 @@ import tiny
 import torch
 from runs import PROMPTS, lines, make_trainer, samples_of, share_of_a
 from transformers import AutoModelForCausalLM
+from updates import before_each_step, make_update
 
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.ref_model import Scoring, make_reference, score
+from fastgrpo.policy.ref_model import Scoring, score
 from fastgrpo.run.curves import draw_curves
 from fastgrpo.run.metrics import METRICS
-from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import GRPOUpdate, Learner
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -29,45 +28,26 @@ def test_a_learnable_reward_is_learnt_within_20_updates(tmp_path):
         """The share of vowels: about 0.02 at random."""
         return [sum(character in "aeiou" for character in text) / 6 for text in completions]
 
-    trainer = make_trainer(
-        tmp_path, vowels, max_steps=20, num_generations=32, prompts_per_step=8, learning_rate=1e-2,
-        lr_scheduler_type="constant",
-    )  # fmt: skip
-    trainer.train()
+    settings = {"num_generations": 32, "prompts_per_step": 8, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+    make_trainer(tmp_path, vowels, max_steps=20, **settings).train()
     rewards = [row["reward"] for row in lines(tmp_path / "run" / "metrics.jsonl") if "reward" in row]
-    assert rewards[0] <= 0.2
-    assert max(rewards) >= 0.95
-
-
-def make_update(objective, max_tokens=10_000, moved=False, **settings):
-    """An update of a tiny policy, which has moved away from its reference."""
-    model = tiny.model("llama")
-    model = model.double() if moved else model
-    reference = make_reference(Policy.of(model), objective.beta)
-    if moved:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)) * 0.02)
-    optimizer = MasterAdamW(model, learning_rate=0.0 if moved else 3e-3)
-    schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
-    learner = Learner(Policy.of(model), optimizer, schedule, max_grad_norm=0.0, max_tokens=max_tokens)
-    return GRPOUpdate(Policy.of(model), reference, learner, objective, temperature=1.0, **settings)
+    assert rewards[0] <= 0.2 and max(rewards) >= 0.95
 
 
 def gradient_and_loss(max_tokens, loss_type, level, beta, drop=False, seed=0):
-    """One GRPO update without the optimizer's step: gradients by name, and the metrics."""
-    update = make_update(Objective(loss_type, level, beta=beta, max_completion_length=9), max_tokens, moved=True)
+    """One GRPO update of a policy that has left its reference: gradients by name, and the metrics."""
+    objective = Objective(loss_type, level, beta=beta, max_completion_length=9)
+    update = make_update(Policy.of(tiny.model("llama").double()), objective, max_tokens=max_tokens, learning_rate=0.0)
+    model, generator = update.policy.module, torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
     if drop:
         update.teaches = lambda sample: True
-    gradients, optimizer = {}, update.learner.optimizer
-
-    def keep(*arguments):
-        gradients.update({name: p.grad.clone() for name, p in update.policy.module.named_parameters()})
-        return step(*arguments)
-
-    step, optimizer.step = optimizer.step, keep
+    seen = before_each_step(update, lambda: {name: p.grad.clone() for name, p in model.named_parameters()})
     samples = samples_of(seed=seed)
-    return gradients, update([samples[:3], samples[3:]])[1]
+    metrics = update([samples[:3], samples[3:]])[1]
+    return seen[0], metrics
 
 
 @hypothesis.given(
@@ -96,28 +76,25 @@ def test_samples_without_advantage_change_nothing_when_they_leave():
 
 
 def test_every_update_after_the_first_meets_the_rollout_policy_as_the_old_one():
-    update = make_update(Objective(), updates_per_rollout=2, num_iterations=3)
-    samples = samples_of()
-    expected = score(Policy.of(update.policy.module), samples, Scoring(1.0, 10_000))
-    seen = []
-    loss = update.loss
+    policy = Policy.of(tiny.model("llama"))
+    update = make_update(policy, learning_rate=3e-3, updates_per_rollout=2, num_iterations=3)
+    samples, seen, loss = samples_of(), [], update.loss
+    expected = score(policy, samples, Scoring(1.0, 10_000))
     update.loss = lambda batch, *how: seen.append(batch.old_logps is None) or loss(batch, *how)
-    updated = update([samples[:3], samples[3:]])
+    updated, metrics = update([samples[:3], samples[3:]])
     assert seen == [True, False, False, False, False, False]
-    for sample, logps in zip(updated[0], expected, strict=True):
+    for sample, logps in zip(updated, expected, strict=True):
         if sample.advantage:
             torch.testing.assert_close(sample.old_logps, logps, atol=1e-5, rtol=0)
-    assert updated[1]["ratio/max"] > 1.01
+    assert metrics["ratio/max"] > 1.01
 
 
 def test_without_passes_no_old_logps_are_made(monkeypatch):
-    update = make_update(Objective())
-    monkeypatch.setattr(
-        "fastgrpo.trainer.update.score", lambda model, samples, *_: pytest.fail("scored") if samples else []
-    )
-    samples = samples_of()
-    metrics = update([samples])[1]
-    assert all(sample.old_logps is None for sample in samples)
+    update = make_update(Policy.of(tiny.model("llama")))
+    scored = lambda model, samples, *_: pytest.fail("scored") if samples else []  # noqa: E731
+    monkeypatch.setattr("fastgrpo.trainer.update.score", scored)
+    updated, metrics = update([samples_of()])
+    assert all(sample.old_logps is None for sample in updated)
     assert metrics["ratio/mean"] == metrics["ratio/max"] == 1 and "kl" not in metrics
 
 
@@ -214,9 +191,9 @@ def test_epochs_set_the_steps(tmp_path):
     assert make_trainer(tmp_path, max_steps=-1, num_train_epochs=3, rows=PROMPTS * 3).state.max_steps == 9
 
 
-@pytest.mark.parametrize("samples, updates, sizes", [(5, 4, [1, 1, 1, 2]), (6, 3, [2, 2, 2]), (2, 1, [2])])
+@pytest.mark.parametrize("samples, updates, sizes", [(5, 4, [1, 1, 1, 2]), (6, 3, [2, 2, 2])])
 def test_minibatches_are_balanced_and_as_many_as_asked_for(samples, updates, sizes):
-    update, seen = make_update(Objective(), updates_per_rollout=updates), []
+    update, seen = make_update(Policy.of(tiny.model("llama")), updates_per_rollout=updates), []
     step = update.learner.step
     update.learner.step = lambda samples, *losses: seen.append(len(samples)) or step(samples, *losses)
     update.teaches = lambda sample: True
@@ -256,24 +233,18 @@ def test_advantages_follow_the_settings(tmp_path, settings, formula):
 
 
 def test_several_rewards_are_normalized_each_before_the_sum(tmp_path):
-    def length(completions, **_):
-        return [100.0 * (i % 4) for i in range(len(completions))]
-
-    def right(completions, **_):
-        return [float(i % 4 == 0) for i in range(len(completions))]
-
-    settings = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 2.0]}
-    advantages = advantages_of(make_trainer(tmp_path, [length, right], **settings))
     each = [torch.tensor([0.0, 100, 200, 300]), torch.tensor([1.0, 0, 0, 0])]
+    functions = [lambda completions, values=values, **_: values.repeat(4).tolist() for values in each]
+    settings = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 2.0]}
+    advantages = advantages_of(make_trainer(tmp_path, functions, **settings))
     total = sum(w * (r - r.mean()) / (r.std() + 1e-4) for w, r in zip((1, 2), each, strict=True)).repeat(4, 1)
     torch.testing.assert_close(advantages, total / (total.std() + 1e-4), atol=1e-5, rtol=1e-5)
 
 
 def test_draws_of_held_out_prompts(tmp_path):
     """Their metrics, with intervals, at the start, every eval_steps and the end."""
-    make_trainer(
-        tmp_path, eval_rows=PROMPTS, eval_steps=1, eval_num_generations=4, top_k=5, temperature=0.8
-    ).train()  # fmt: skip
+    settings = {"eval_rows": PROMPTS, "eval_steps": 1, "eval_num_generations": 4, "top_k": 5}
+    make_trainer(tmp_path, **settings).train()
     rows = [row for row in lines(tmp_path / "run" / "metrics.jsonl") if "eval/accuracy" in row]
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows:

@@ -9,6 +9,7 @@ import torch
 from runs import lines, make_trainer, samples_of
 from torch.distributions import Categorical, kl_divergence
 from transformers import Gemma2Config, Gemma2ForCausalLM
+from updates import make_update, rising
 
 from fastgrpo.data.records import Batch
 from fastgrpo.loss.objective import Objective
@@ -16,9 +17,6 @@ from fastgrpo.policy.load import prepare
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.micro_batches import micro_batches
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.ref_model import make_reference
-from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import GRPOUpdate, Learner
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -48,17 +46,6 @@ POLICIES = {
     ),
     "soft-capped": (soft_capped, None),
 }  # fmt: skip
-
-
-def make_update(policy, device=None, max_tokens=10_000, share_prompt=True, objective=None, **settings):
-    optimizer = MasterAdamW(policy.module, learning_rate=1e-3)
-    learner = Learner(
-        policy, optimizer, make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1), max_grad_norm=1.0,
-        max_tokens=max_tokens, share_prompt=share_prompt,
-    )  # fmt: skip
-    objective = objective or Objective(**FULL)
-    reference = make_reference(policy, objective.beta, device=device)
-    return GRPOUpdate(policy, reference, learner, objective, temperature=TEMPERATURE, **settings)
 
 
 def weighted_groups():
@@ -99,7 +86,10 @@ def test_the_gradient_is_that_of_full_logits(name, share_prompt):
     policy, samples = build(), weighted_groups()
     with torch.no_grad():
         reference = [distributions(policy, sample) for sample in samples]
-    updates = [make_update(policy, device, n, share_prompt) for n in (10_000, 16)]
+    updates = [
+        make_update(policy, Objective(**FULL), device, TEMPERATURE, max_tokens=n, share_prompt=share_prompt)
+        for n in (10_000, 16)
+    ]
     move(policy)
     loss, divergences = 0.0, []
     for sample, ref in zip(samples, reference, strict=True):
@@ -131,7 +121,7 @@ def test_the_gradient_is_that_of_full_logits(name, share_prompt):
 @pytest.mark.parametrize("num_iterations", [1, 3])
 def test_the_reference_runs_once_a_pass_and_scores_nothing(num_iterations, monkeypatch):
     policy = Policy(tiny.model())
-    update = make_update(policy, num_iterations=num_iterations, updates_per_rollout=2)
+    update = make_update(policy, Objective(**FULL), num_iterations=num_iterations, updates_per_rollout=2)
     calls = Counter()
     for name in ("states", "score"):
         kept = getattr(update.reference, name)
@@ -143,10 +133,6 @@ def test_the_reference_runs_once_a_pass_and_scores_nothing(num_iterations, monke
     assert calls == {"states": 2 * num_iterations}
     assert all(sample.ref_logps is None for sample in updated[0])
     assert updated[1]["skipped_updates"] == 0 and updated[1]["grad_norm"] > 0
-
-
-def rising(completions, **_):
-    return [float(i) for i in range(len(completions))]
 
 
 @pytest.mark.parametrize(

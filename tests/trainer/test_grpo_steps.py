@@ -8,14 +8,13 @@ import pytest
 import tiny
 import torch
 from runs import lines, make_trainer, samples_of
+from updates import before_each_step, make_update
 
 from fastgrpo.data.records import Batch
 from fastgrpo.kernels import reference
 from fastgrpo.loss.advantages import process_advantages
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.model import Policy
-from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import GRPOUpdate, Learner
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -45,22 +44,16 @@ def logps_of(model, sample):
 
 
 def updates_of(samples, objective, **settings):
-    """(gradients, weights of the model) before each step of the optimizer, and what the updates returned."""
+    """(gradients, weights of the model) before each step of the optimizer, and the samples as updated."""
     model = tiny.model("llama").double()
-    optimizer = MasterAdamW(model, learning_rate=3e-2)
-    schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
-    policy = Policy.of(model)
-    learner = Learner(policy, optimizer, schedule, max_grad_norm=0.0, max_tokens=12)
-    kept, step = [], optimizer.step
+    update = make_update(Policy.of(model), objective, learning_rate=3e-2, max_tokens=12, **settings)
 
-    def keep(*arguments):
+    def look():
         weights = {name: value.clone() for name, value in model.state_dict().items()}
-        kept.append(({name: p.grad.clone() for name, p in model.named_parameters()}, weights))
-        return step(*arguments)
+        return {name: p.grad.clone() for name, p in model.named_parameters()}, weights
 
-    optimizer.step = keep
-    update = GRPOUpdate(policy, None, learner, objective, temperature=1.0, **settings)
-    return kept, update([samples[:3], samples[3:]])
+    kept = before_each_step(update, look)
+    return kept, update([samples[:3], samples[3:]])[0]
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
@@ -80,7 +73,7 @@ def test_gradients_are_those_of_the_formula_over_minibatches_and_passes(loss_typ
             torch.cat([first[i] for i in minibatch]),
             None,
             torch.cat([sample.token_advantages.double() for sample in mine]),
-            torch.cat([updated[0][i].weights.double() for i in minibatch]),
+            torch.cat([updated[i].weights.double() for i in minibatch]),
             objective,
         )
         loss.backward()
@@ -98,10 +91,7 @@ def test_one_rewarded_step_moves_its_own_tokens_and_those_before_alone():
     samples = [dataclasses.replace(s, token_advantages=a.float()) for s, a in zip(samples, own, strict=True)]
     assert own[1].tolist() == pytest.approx([own[1][0].item()] * end + [0] * (length - end)) and own[1][0] > 0
     model = tiny.model("llama").double()
-    optimizer = MasterAdamW(model, learning_rate=0.0)
-    schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
-    learner = Learner(Policy.of(model), optimizer, schedule, max_grad_norm=0.0, max_tokens=100)
-    update, states = GRPOUpdate(Policy.of(model), None, learner, Objective(), temperature=1.0), []
+    update, states = make_update(Policy.of(model)), []
     compute = update.policy.completion_states
 
     def kept(batch):
@@ -125,13 +115,11 @@ def test_one_rewarded_step_moves_its_own_tokens_and_those_before_alone():
 
 
 def test_clipped_tokens_are_told_by_the_sign_of_their_own_advantage():
-    update = GRPOUpdate.__new__(GRPOUpdate)
-    update.objective = Objective(epsilon=0.2)
+    update = make_update(Policy.of(tiny.model()), Objective(epsilon=0.2))
     sample = dataclasses.replace(samples_of()[0], old_logps=torch.zeros(4), advantage=0.0)
-    logps = torch.tensor([1.0, 1.0, -1.0, 0.0])  # ratios e, e, 1/e and 1
     for signs, share in (([1, -1, -1, 1], 0.5), ([0, 0, 0, 0], 0.0), ([1, 1, -1, -1], 0.75), ([0, 1, 1, 1], 0.25)):
         own = dataclasses.replace(sample, token_advantages=torch.tensor(signs, dtype=torch.float32))
-        ratios, clipped = update.ratios(own, logps)
+        ratios, clipped = update.ratios(own, torch.tensor([1.0, 1.0, -1.0, 0.0]))
         assert clipped.float().mean() == share
         torch.testing.assert_close(ratios, torch.tensor([1, 1, -1, 0]).exp())
 
@@ -166,16 +154,15 @@ def test_a_reward_of_steps_is_learnt(tmp_path):
 
 def test_groups_without_spread_in_their_steps_are_replaced(tmp_path):
     def by_prompt(prompts, completions, completion_ids, log_steps, **_):
-        flat = [prompt in ("ab", "hello ") for prompt in prompts]
-        ends = [[len(ids)] for ids in completion_ids]
-        log_steps(ends, [[0.5 if same else i % 2] for i, same in enumerate(flat)])
+        rewards = [[0.5 if prompt in ("ab", "hello ") else i % 2] for i, prompt in enumerate(prompts)]
+        log_steps([[len(ids)] for ids in completion_ids], rewards)
         return [0.0] * len(completions)
 
-    settings = {"process_rewards": "token", "dynamic_sampling": 3, "shuffle_dataset": False}
-    values = make_trainer(tmp_path, by_prompt, prompts_per_step=2, **settings).step()
+    settings = {"process_rewards": "token", "dynamic_sampling": 3, "shuffle_dataset": False, "prompts_per_step": 2}
+    values = make_trainer(tmp_path, by_prompt, **settings).step()
     # "ab" is dropped and "c" kept; "hello " is dropped and "1+1=" kept: one of two in each batch.
-    assert values["dynamic_sampling/num_gen_batches"] == 3 and values["dynamic_sampling/filled_groups"] == 0
-    assert values["dynamic_sampling/dropped_groups"] == 2 and values["frac_informative"] == 0.5
+    told = [values[f"dynamic_sampling/{name}"] for name in ("num_gen_batches", "filled_groups", "dropped_groups")]
+    assert told == [3, 0, 2] and values["frac_informative"] == 0.5
 
 
 def test_a_resumed_run_knows_that_steps_were_logged(tmp_path):
@@ -192,20 +179,16 @@ def test_a_resumed_run_knows_that_steps_were_logged(tmp_path):
 
 
 def test_a_run_by_steps_without_steps_is_refused(tmp_path):
-    def silent(completions, **_):
-        return [0.5] * len(completions)
-
-    trainer = make_trainer(tmp_path, silent, process_rewards="token")
-    with pytest.raises(ValueError, match=r"process_rewards=token needs step rewards, .* in one of silent, or name a"):
-        trainer.step()
-
     def beyond(completions, completion_ids, log_steps, **_):
         log_steps([[len(ids) + 1] for ids in completion_ids], [[1.0]] * len(completions))
         return [0.5] * len(completions)
 
-    trainer = make_trainer(tmp_path / "b", beyond, process_rewards="token")
-    with pytest.raises(ValueError, match=r"'beyond' logs a step that ends at 7 for completion 0, which has 6 tokens"):
-        trainer.step()
+    def silent(completions, **_):
+        return [0.5] * len(completions)
+
+    for function, match in ((silent, "process_rewards=token needs step rewards, .* silent"), (beyond, "'beyond' logs")):
+        with pytest.raises(ValueError, match=match):
+            make_trainer(tmp_path / function.__name__, function, process_rewards="token").step()
     skipping = make_trainer(tmp_path / "c", [beyond, vowels_by_step], process_rewards="token", reward_errors="skip")
     values = skipping.step()
     assert values["rewards/beyond/errors"] == 16 and values["frac_informative"] > 0

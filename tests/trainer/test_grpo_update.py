@@ -8,14 +8,12 @@ import tiny
 import torch
 from runs import make_trainer, samples_of
 from torch.utils._python_dispatch import TorchDispatchMode
+from updates import make_update, rising
 
 from fastgrpo.data.records import Batch, Sample
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.ref_model import make_reference
-from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import GRPOUpdate, Learner
 
 aten = torch.ops.aten
 # Products with a weight are of two dimensions; those of three are attention's and the rotary embedding's.
@@ -43,17 +41,9 @@ def policy(checkpointing=False):
                       gradient_checkpointing=checkpointing)  # fmt: skip
 
 
-def make_update(model, beta=0.0, max_tokens=10_000, **settings):
-    optimizer = MasterAdamW(model, learning_rate=1e-3)
-    schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
-    policy = Policy(model)
-    learner = Learner(policy, optimizer, schedule, max_grad_norm=1.0, max_tokens=max_tokens)
-    return GRPOUpdate(policy, make_reference(policy, beta), learner, Objective(beta=beta), temperature=1.0, **settings)
-
-
-def counted(model, groups, with_entropy=True, **settings):
+def counted(model, groups, with_entropy=True, beta=0.0, **settings):
     """The products of one rollout's updates."""
-    update = make_update(model, **settings)
+    update = make_update(Policy(model), Objective(beta=beta), **settings)
     with Products() as products:
         update(groups, with_entropy)
     return products
@@ -90,10 +80,9 @@ def test_a_first_update_without_kl_is_one_forward_and_one_backward_of_what_teach
 
 def test_tokens_of_groups_without_advantage_count_in_the_normalizer():
     samples = [dataclasses.replace(s, advantage=s.advantage * (i < 3)) for i, s in enumerate(samples_of())]
-    updated = make_update(policy())([samples[:3], samples[3:]])
+    updated, _ = make_update(Policy(policy()))([samples[:3], samples[3:]])
     tokens = sum(len(sample.ids) for sample in samples)
-    weights = updated[0][0].weights
-    assert weights.tolist() == pytest.approx([1 / tokens] * len(weights))
+    assert updated[0].weights.tolist() == pytest.approx([1 / tokens] * len(updated[0].weights))
 
 
 def test_checkpointing_runs_the_layers_once_more_and_the_head_does_not():
@@ -142,10 +131,6 @@ def test_with_adapters_the_base_and_the_head_have_no_weight_gradient():
 def test_entropy_costs_its_pass_only_where_it_is_asked_for():
     asked, spared = (counted(policy(), [samples_of()], with_entropy=flag) for flag in (True, False))
     assert (asked.entropies, spared.entropies) == (1, 0) and asked.counts == spared.counts
-
-
-def rising(completions, **_):
-    return [float(i) for i in range(len(completions))]
 
 
 @pytest.mark.parametrize("coef, measured", [(0.0, [False, False, True, True]), (0.01, [True] * 4)])

@@ -9,7 +9,6 @@ import math
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -29,7 +28,7 @@ from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.models import RewardModel
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.trainer import memory, setup
+from fastgrpo.trainer import setup
 from fastgrpo.trainer.memory import activation_bytes, plan, plan_run
 from fastgrpo.trainer.optim import MasterAdamW
 
@@ -163,17 +162,6 @@ def test_the_head_holds_chunks_of_logits(saved, planned, kl, softcap, chunks):
     assert sizes(planned("0.5B", device=CUDA, use_peft=True))["head"] == 8192 * 151_936 * 2
 
 
-@pytest.mark.parametrize("storage, share", [("int8", 0.5), ("nf4", 0.3), ("cpu", 1)])
-def test_references_that_take_less(saved, storage, share):
-    model = outline(saved)
-    held = tiny_plan(model, beta=0.1, ref_storage=storage)
-    if storage == "cpu":  # two layers are there at once, in buffers of the largest, and what belongs to no layer
-        whole, *layers = (sum(p.nbytes for p in module.parameters()) for module in (model, *model.model.layers))
-        assert held["reference"] == whole - sum(layers) + 2 * max(layers) > 0
-    else:
-        assert 0 < held["reference"] <= (share + 0.35) * held["policy"]
-
-
 def test_what_is_never_there_together_is_not_added_up(planned):
     """The logits of a draw are gone when the update begins, and the head's chunk when the layers go backward."""
     names = ("logits of a draw", "head", "head's gradient", "activations", "the head's inputs", "a layer's backward")
@@ -220,13 +208,6 @@ def test_gradient_checkpointing_is_chosen_by_memory(planned):
     assert planned("0.5B", room=math.inf).checkpointing  # auto is on on a CPU
 
 
-def test_keys_and_values_get_a_share_of_what_the_other_parts_leave(planned):
-    wanted = planned("0.5B", num_generations=32)
-    most = wanted.needed - wanted.slots.bytes + GIB
-    less = planned("0.5B", room=most, num_generations=32, gradient_checkpointing=False)
-    assert wanted.slots.bytes > 0.7 * GIB and less.slots.bytes == int(0.7 * GIB)
-
-
 def test_reward_models_on_the_policys_device_take_their_place():
     here, judge = (
         RewardModel(Qwen2ForSequenceClassification(tiny.config(num_labels=1)).to(device), tiny.tokenizer())
@@ -249,12 +230,6 @@ def test_models_that_cannot_be_planned_are_left_to_loading(monkeypatch):
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a download was begun"))
     with pytest.raises(ValueError, match="no config of a causal LM at 'org/model'"):
         outline("org/model")
-
-
-def test_a_model_in_memory_is_planned_as_its_folder_is(saved):
-    model = tiny.model(vocab_size=258)
-    rows = [plan_run(GRPOConfig(device="cpu"), given, room=GIB).rows() for given in (saved, model)]
-    assert rows[0] == rows[1] and model.device.type == "cpu"
 
 
 # Whole, 18 bytes a parameter (weight 2, gradient 4, master and states 12): 25.9, 127.7 and 549.2 GiB. In shards, 16
@@ -280,34 +255,19 @@ def test_auto_takes_ddp_where_everything_fits_one_device(planned, name, ranks, m
         assert ranks == 1 or planned(name, ranks, parallel=other).parallel == other
 
 
-def test_the_shards_of_7b_on_8_devices(planned):
+def test_shards(planned):
     whole, layer, rest = COUNTS["7B"]
-    made = planned("7B", 8, beta=0.04)
-    held = sizes(made)
+    held = sizes(planned("7B", 8, beta=0.04))
     assert held["policy"] == held["gradients"] == 4 * whole // 8 and held["optimizer"] == 8 * whole // 8
     assert held["reference"] == 2 * whole // 8 and held["whole weights"] == 2 * whole
     assert held["gathered unit"] == 2 * rest and held["gathered layers"] == 2 * (2 * layer + rest)
     assert held["unsharded gradients"] == 4 * rest  # embedding and head are more than two layers
-    keep = sizes(planned("7B", 8, parallel="fsdp2_keep", beta=0.04))
-    assert keep["gathered layers"] == 2 * whole
+    assert sizes(planned("7B", 8, parallel="fsdp2_keep", beta=0.04))["gathered layers"] == 2 * whole
     offload = sizes(planned("7B", 8, parallel="fsdp2_offload"))
     assert offload["policy"] == offload["gradients"] == offload["optimizer"] == 0 < offload["whole weights"]
-
-
-def test_the_full_kl_has_the_reference_beside_the_policy(planned):
-    """A sharded copy runs while embedding and head of the policy are whole, and its head stays for the loss."""
-    full = {"beta": 0.04, "kl": "full", "parallel": "fsdp2"}
-    unit = {part.name: part for part in planned("7B", 8, **full).parts}["reference's unit"]
-    assert (unit.bytes, unit.times) == (2 * COUNTS["7B"][2], ("reference", "head"))
-    for how in ({"kl": "k3"}, {"ref_storage": "cpu"}, {"parallel": "ddp"}, PEFT):
-        assert unit.name not in sizes(planned("7B", 8, **full | how))
-
-
-def test_adapters_are_whole_on_each_device_and_the_base_is_sharded(planned):
     held, adapters = sizes(planned("32B", 8, parallel="fsdp2", **PEFT)), 64 * 8 * (5120 + 5120)
     assert held["policy"] == 2 * COUNTS["32B"][0] // 8 + 2 * adapters
     assert held["gradients"] == 4 * adapters and held["optimizer"] == 12 * adapters
-    assert held["whole weights"] == 2 * (COUNTS["32B"][0] + adapters) and held["unsharded gradients"] == 0
 
 
 def test_each_rank_has_room_for_its_prompts(planned):
@@ -350,25 +310,6 @@ def test_the_device_with_the_least_room_decides_for_all(planned, tmp_path):
     assert plan_run(config, tmp_path, 80 * GIB, ALONE).room == 80 * GIB
 
 
-def test_a_model_on_another_gpu_takes_no_room_of_this_one(monkeypatch):
-    class Asked(Exception):
-        """Ends the plan where its room is known."""
-
-    class Two(Ranks):
-        def gather(self, value, what):
-            raise Asked(value)
-
-    model, held = tiny.model(), {0: 100, 1: 10}
-    parameters = [SimpleNamespace(device=torch.device("cuda", index), nbytes=size) for index, size in held.items()]
-    monkeypatch.setattr(model, "parameters", lambda: parameters)
-    monkeypatch.setattr(memory, "choose_device", torch.device)
-    monkeypatch.setattr(memory, "memory_left", lambda device: 1000)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    for device, room in (("cuda", 1010), ("cuda:0", 1100)):
-        with pytest.raises(Asked, match=str(room)):
-            plan_run(GRPOConfig(device=device), model, ranks=Two())
-
-
 @pytest.mark.parametrize("room", [2**20, 2**40, None])
 def test_what_a_trainer_does_with_its_plan(tmp_path, monkeypatch, capsys, room):
     """It refuses before the weights are loaded, or prints what it will hold; on a CPU without a limit, neither."""
@@ -402,18 +343,10 @@ print(kept, (psutil.Process().memory_info().rss - before) // 2**20)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
-@pytest.mark.parametrize(
-    "given, keeps",
-    [
-        ({}, True),
-        ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False),
-        ({"GLIBC_TUNABLES": "glibc.malloc.mmap_max=65536"}, False),
-        ({"GLIBC_TUNABLES": "glibc.cpu.x86_shstk=off"}, True),
-    ],
-)
+@pytest.mark.parametrize("given, keeps", [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False),
+                                          ({"GLIBC_TUNABLES": "glibc.malloc.mmap_max=65536"}, False)])  # fmt: skip
 def test_freed_memory_stays_with_the_process_unless_the_environment_says_otherwise(given, keeps):
     environment = {name: v for name, v in os.environ.items() if name not in (*setup.VARIABLES, "GLIBC_TUNABLES")}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment | given, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    returned, resident = done.stdout.split()
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment | given, capture_output=True, check=True)
+    returned, resident = done.stdout.decode().split()
     assert returned == str(keeps) and (int(resident) >= 240 if keeps else int(resident) < 64)

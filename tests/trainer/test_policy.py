@@ -3,7 +3,6 @@
 import pytest
 import tiny
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from fastgrpo import GRPOConfig
 from fastgrpo.ranks import ALONE, Ranks
@@ -50,11 +49,3 @@ def test_other_weights_on_another_rank_are_refused(tmp_path):
 def test_one_process_alone_shards_nothing():
     with pytest.raises(ValueError, match="parallel=fsdp2 shards a run over several processes, and there is only one"):
         make_policy(tiny.model(), tiny.tokenizer(), config(parallel="fsdp2"), ALONE)
-
-
-def test_a_torch_that_cannot_shard_every_model_is_refused(monkeypatch):
-    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")  # which torch 2.13 brought
-    ranks = Two()
-    ranks.group = object()
-    with pytest.raises(ValueError, match=r"parallel=fsdp2 needs torch 2.13 or newer, and this is .*--parallel ddp"):
-        make_policy(tiny.model(), tiny.tokenizer(), config(parallel="fsdp2"), ranks)

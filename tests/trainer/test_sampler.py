@@ -6,14 +6,13 @@ import pytest
 import tiny
 import torch
 from runs import lines, make_trainer
+from updates import make_update, rising
 
 from fastgrpo import Objective
 from fastgrpo.data.records import Batch, Prompt
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import GRPOUpdate, Learner
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -31,12 +30,7 @@ def drawn(policy, filters):
 
 def gradient(policy, completions, objective, corrected):
     """The gradient of the loss, the expectation over the draws taken exactly: each token by its probability q."""
-    optimizer = MasterAdamW(policy.module, learning_rate=0.0)
-    learner = Learner(
-        policy, optimizer, make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1), max_grad_norm=0.0,
-        max_tokens=10_000,
-    )  # fmt: skip
-    update = GRPOUpdate(policy, None, learner, objective, temperature=1.0)
+    update = make_update(policy, objective)
     samples = [
         dataclasses.replace(c, weights=c.sampler_logps.exp(), sampler_logps=c.sampler_logps if corrected else None)
         for c in completions
@@ -83,10 +77,6 @@ def test_with_a_penalty_each_token_is_weighed_by_its_own_ratio(filters):
     assert metrics["sampling/importance_sampling_ratio/max"] > metrics["sampling/importance_sampling_ratio/min"] + 0.01
     plain, _ = gradient(policy, completions, Objective(), corrected=False)
     assert (plain - expected).norm() > 0.01 * expected.norm()
-
-
-def rising(completions, **_):
-    return [float(i) for i in range(len(completions))]
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", None])

@@ -8,27 +8,24 @@ import hypothesis.strategies as st
 import pytest
 import tiny
 import torch
+import trl
 from objective_cases import CASES
 from runs import make_trainer, samples_of
+from updates import before_each_step, make_update, rising
 
 from fastgrpo import Objective, linear_grpo_loss
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.ref_model import make_reference
-from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import GRPOUpdate, Learner, quantile
+from fastgrpo.trainer.update import quantile
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
 T = 11  # more than the longest completion
 
 
-def update_of(model, objective=None, max_tokens=30, **settings):
-    policy, optimizer = Policy(model), MasterAdamW(model, learning_rate=1e-2)
-    schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
-    learner = Learner(policy, optimizer, schedule, max_grad_norm=0.0, max_tokens=max_tokens)
+def update_of(model, objective=None, **settings):
     objective = objective or Objective("grpo")
-    return GRPOUpdate(policy, make_reference(policy, objective.beta), learner, objective, temperature=0.9, **settings)
+    return make_update(Policy(model), objective, temperature=0.9, max_tokens=30, **settings)
 
 
 @torch.no_grad()
@@ -45,10 +42,6 @@ def padded(model, samples):
     return mask, logps, entropies
 
 
-def trl_trainer():
-    return pytest.importorskip("trl", reason="TRL is not installed (extra: integrations)").GRPOTrainer
-
-
 def ragged(values, samples):
     """The rows of [S, T] without their padding."""
     return [row[: len(sample.ids)] for row, sample in zip(values, samples, strict=True)]
@@ -63,7 +56,7 @@ def test_the_quantile_is_torchs(share, values):
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8])
 def test_tokens_of_high_entropy_are_trls(share):
     """Also those of samples without an advantage decide where the quantile lies, and masked ones do not."""
-    trainer, model = trl_trainer(), tiny.model("llama")
+    trainer, model = trl.GRPOTrainer, tiny.model("llama")
     samples = [dataclasses.replace(sample, masked=i == 4) for i, sample in enumerate(samples_of())]
     update = update_of(model, top_entropy_quantile=share)
     teaching, others = [0, 1, 3, 5], [2]
@@ -81,7 +74,7 @@ def test_tokens_of_high_entropy_are_trls(share):
 
 
 def test_completions_far_off_policy_are_trls():
-    trainer, model = trl_trainer(), tiny.model("llama")
+    trainer, model = trl.GRPOTrainer, tiny.model("llama")
     samples = samples_of()
     mask, logps, _ = padded(model, samples)
     drift = torch.tensor([0.5, 0.4, 0.3, 0.2, 0.05, 0.3])[:, None]  # the mean gap of each sample
@@ -172,19 +165,14 @@ def test_an_update_is_the_plain_computation(coef, beta):
     """In micro-batches of a sample or two; the quantile is that of the whole update."""
     samples, objective = samples_of(), Objective("grpo", entropy_coef=coef, beta=beta)
     update, truth = update_of(tiny.model("llama"), objective, top_entropy_quantile=0.4), tiny.model("llama")
-    optimizer, seen = update.learner.optimizer, []
-    step = optimizer.step
-    optimizer.step = lambda *arguments: seen.extend(m.grad.clone() for m in optimizer.masters) or step(*arguments)
+    masters = update.learner.optimizer.masters
+    seen = before_each_step(update, lambda: torch.cat([master.grad.flatten() for master in masters]))
     metrics = update([samples])[1]
     expected = plain_loss(truth, samples, 0.4, coef, beta)
     expected.backward()
     assert metrics["loss"] == pytest.approx(expected.item(), abs=1e-5)
-    got, want = (torch.cat([g.flatten() for g in of]) for of in (seen, [p.grad for p in truth.parameters()]))
-    assert want.norm() > 0.01 and (got - want).norm() < 1e-5 * want.norm()
-
-
-def rising(completions, **_):
-    return [float(i) for i in range(len(completions))]
+    want = torch.cat([p.grad.flatten() for p in truth.parameters()])
+    assert want.norm() > 0.01 and (seen[0] - want).norm() < 1e-5 * want.norm()
 
 
 def test_runs_select_by_their_settings(tmp_path):

@@ -17,8 +17,10 @@ from fastgrpo.data.records import Batch, Sample
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
 from fastgrpo.policy.micro_batches import Dealer
 from fastgrpo.policy.model import Policy
+from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.checkpoint import checkpoints
-from fastgrpo.trainer.supervised import learn, mean_loss
+from fastgrpo.trainer.supervised import learn, mean_loss, sft
 from fastgrpo.trainer.update import Learner
 
 ROWS = [{"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a in range(4) for b in range(4)]
@@ -141,9 +143,22 @@ def test_updates_that_are_not_finite_are_skipped_and_told(tmp_path, capsys):
     trainer = make_trainer(tmp_path, eval_rows=None, max_steps=20)
     with torch.no_grad():
         trainer.model.get_input_embeddings().weight.fill_(torch.nan)
-    with pytest.raises(ValueError, match="10 updates in a row had a loss or a gradient that is not finite"):
+    with pytest.raises(ValueError, match="10 updates in a row"):
         trainer.train()
     assert "the update was skipped" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="10 updates in a row"):
+        sft(trainer.policy, [Sample([5, 6], [7, 1])], steps=50, batch_size=1, learning_rate=1e-3)
+
+
+def test_the_warm_start_learns_its_completions():
+    examples = [Sample([5, 6, i], [i, i + 1, 1]) for i in range(10, 18)]
+    model, losses = tiny.model("llama"), []
+    how = {"steps": 80, "batch_size": 8, "learning_rate": 1e-2}
+    sft(Policy(model), examples, **how, on_step=lambda step, loss: losses.append(loss))
+    assert len(losses) == 80 and losses[0] > 2 and losses[-1] < 0.05
+    greedy = SamplingParams(temperature=0, max_tokens=5, stop_token_ids=(1,))
+    rollouts = RolloutEngine(model).generate([example.prompt_ids for example in examples], 1, greedy)
+    assert [rollout.ids for rollout in rollouts] == [example.ids for example in examples]
 
 
 def test_adapters_are_trained_and_merged(tmp_path):
@@ -163,44 +178,18 @@ def test_a_checkpoint_of_another_command_is_refused(tmp_path):
         make_grpo(tmp_path, resume_from_checkpoint="auto")
 
 
-MISTAKES = {
-    "no data": ({"rows": None}, "train_dataset is needed: rows with a `prompt` and a `completion`"),
-    "no completion": ({"rows": [*ROWS, {"prompt": "1+"}]}, "train_dataset row 16: the row has no column 'completion'"),
-    "a held-out row": ({"eval_rows": [*HELD_OUT, {"prompt": "1+"}]}, "eval_dataset row 2: the row has no column"),
-    "too long": (
-        {"rows": [{"prompt": "a" * 2000, "completion": "b" * 60}]},
-        "row 0: the example has 2061 tokens, which exceeds the model's context of 2048",
-    ),
-    "levels": (
-        {"rows": Curriculum([Level("easy", ShuffledRows(ROWS), 0.5), Level("hard", ShuffledRows(ROWS))])},
-        "train_dataset is a Curriculum, .* pass its rows",
-    ),
-    "an empty prompt": ({"rows": [*ROWS, {"prompt": "", "completion": "1"}]}, "row 16: the prompt is empty"),
-    "settings of GRPO": ({"beta": 0.1}, "unknown setting 'beta'"),
-}
+MISTAKES = [
+    ({"rows": None}, "train_dataset is needed"),
+    ({"rows": [*ROWS, {"prompt": "1+"}]}, "train_dataset row 16: .*'completion'"),
+    ({"rows": [*ROWS, {"prompt": "", "completion": "1"}]}, "train_dataset row 16: the prompt is empty"),
+    ({"eval_rows": [*HELD_OUT, {"prompt": "1+"}]}, "eval_dataset row 2"),
+    ({"rows": [{"prompt": "a" * 2000, "completion": "b" * 60}]}, "row 0: the example has 2061 tokens"),
+    ({"rows": Curriculum([Level("easy", ShuffledRows(ROWS), 0.5), Level("hard", ShuffledRows(ROWS))])}, "Curriculum"),
+    ({"beta": 0.1}, "unknown setting 'beta'"),
+]
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_told_before_the_first_step(tmp_path, name):
-    changes, message = MISTAKES[name]
+@pytest.mark.parametrize("changes, message", MISTAKES)
+def test_mistakes_are_told_before_the_first_step(tmp_path, changes, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make_trainer(tmp_path, **changes)
-
-
-def test_what_cannot_be_measured_is_said(tmp_path, capsys):
-    make_trainer(tmp_path, eval_rows=[{"prompt": "1+"}], max_steps=1).train()
-    assert "nothing is measured on held-out rows" in capsys.readouterr().out
-
-
-def test_the_picture_shows_the_loss(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr("fastgrpo.run.curves.draw_curves", lambda run_dir, say, panels: drawn.append(panels))
-    make_trainer(tmp_path, max_steps=1).train()
-    assert [panel.title for panel in drawn[0]] == ["Loss", "Accuracy", "Gradient norm", "Learning rate"]
-
-
-def test_another_kind_of_settings(tmp_path):
-    from fastgrpo import GRPOConfig
-
-    with pytest.raises(ValueError, match=r"args is of type GRPOConfig; pass a fastgrpo\.SFTConfig"):
-        SFTTrainer(tiny.model(), GRPOConfig(), ROWS)
