@@ -10,7 +10,6 @@ import torch
 from runs import lines, make_trainer, samples_of
 from updates import before_each_step, make_update
 
-from fastgrpo.data.records import Batch
 from fastgrpo.kernels import reference
 from fastgrpo.loss.advantages import process_advantages
 from fastgrpo.loss.objective import Objective
@@ -80,38 +79,6 @@ def test_gradients_are_those_of_the_formula_over_minibatches_and_passes(loss_typ
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-9, rtol=1e-5)
     assert any((gradient != 0).any() for gradient in kept[-1][0].values())
-
-
-def test_one_rewarded_step_moves_its_own_tokens_and_those_before_alone():
-    samples = samples_of()[:2]
-    length, end = len(samples[1].ids), 3
-    assert length > end
-    # The other completion has a step, too, and its reward is the lower one.
-    own = process_advantages([[(1, 0.0)], [(end, 1.0)]], [len(s.ids) for s in samples], 2)
-    samples = [dataclasses.replace(s, token_advantages=a.float()) for s, a in zip(samples, own, strict=True)]
-    assert own[1].tolist() == pytest.approx([own[1][0].item()] * end + [0] * (length - end)) and own[1][0] > 0
-    model = tiny.model("llama").double()
-    update, states = make_update(Policy.of(model)), []
-    compute = update.policy.completion_states
-
-    def kept(batch):
-        states.append(compute(batch).detach().requires_grad_())
-        return states[-1]
-
-    update.policy.completion_states = kept
-    weights = update.token_weights(samples, step_tokens=4.0)
-    samples = [dataclasses.replace(s, weights=w) for s, w in zip(samples, weights, strict=True)]
-    update.loss(Batch.pack(samples, "cpu"), step_tokens=4.0, with_entropy=False).loss.backward()
-    moved = (states[0].grad != 0).any(1).tolist()
-    before = len(samples[0].ids)
-    assert moved == [True, *[False] * (before - 1), *[True] * end, *[False] * (length - end)]
-    # Each row's gradient is w A (p - onehot) W by hand.
-    head = model.get_output_embeddings().weight
-    logits = states[0].detach() @ head.T
-    onehot = torch.nn.functional.one_hot(torch.tensor([t for s in samples for t in s.ids]), head.shape[0])
-    factor = torch.cat([w.double() * a for w, a in zip(weights, own, strict=True)])[:, None]
-    expected = factor * (logits.softmax(-1) - onehot) @ head
-    torch.testing.assert_close(states[0].grad, expected.detach(), atol=1e-9, rtol=1e-5)
 
 
 def test_clipped_tokens_are_told_by_the_sign_of_their_own_advantage():

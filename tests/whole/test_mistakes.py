@@ -15,9 +15,6 @@ from mistakes import Case, check, raising
 from safetensors.torch import load_file, save_file
 
 from fastgrpo import train
-from fastgrpo.config.recipe import parse
-from fastgrpo.run.sweep import take_sweep
-from fastgrpo.train import check_runs
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 LONG = "x" * 300
@@ -99,10 +96,6 @@ def test_a_command_line(line, case, capfd):
     assert not case.run.exists() and not (case.folder / "runs").exists()
 
 
-def test_the_advice_about_a_recipes_setting_works():
-    assert parse(["--task", "bandit", "--beta", "0", "--kl", "k3"]).beta == 0
-
-
 YAML = {
     "beta: [": "mine.yaml is not YAML",
     "learning_rat: 1": "'learning_rat'; did you mean 'learning_rate'",
@@ -126,17 +119,7 @@ def test_a_recipe(text, tmp_path, capfd):
 
 def written(file, content):
     """Write a file of the model."""
-    return lambda c: (c.model / file).write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
-def cut(share):
-    """Cut the weights."""
-
-    def spoil(c):
-        path = c.model / "model.safetensors"
-        path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
-
-    return spoil
+    return lambda c: (c.model / file).write_text(content)
 
 
 def lacking_weights(c):
@@ -184,7 +167,7 @@ MODELS = {
     "unknown activation": (lambda c: c.edit("config.json", hidden_act="x"), "model' cannot be loaded"),
     "null for a tokenizer": (written("tokenizer.json", "null"), "the tokenizer of .*model'"),
     "empty generation config": (written("generation_config.json", ""), "generation_config.json of .*model'"),
-    "cut weights": (cut(0.1), "model' cannot be loaded.*damaged or incomplete"),
+    "cut weights": (lambda c: os.truncate(c.model / "model.safetensors", 1000), "model' cannot be loaded"),
     "lacking weights": (lacking_weights, "lacks 1 of its weights .model.norm.weight"),
     "another width": (lambda c: c.edit("config.json", intermediate_size=7), "6 weights of other shapes"),
     "fewer layers than weights": (
@@ -356,13 +339,6 @@ def test_a_run(name, case, capfd):
     if spoil is not None:
         spoil(case)
     check(train.main, case.argv(**changes), message, capfd)
-
-
-def test_the_tokenizer_of_a_sweep_is_loaded_once_for_each_model(case):
-    loaded = []
-    case.patch("fastgrpo.policy.load.load_tokenizer", lambda path, trust: loaded.append(path) or tiny.tokenizer())
-    check_runs(take_sweep(case.argv(sweep="beta=0,0.1,0.2", sweep_seeds="0,1,2")))
-    assert loaded == [str(case.model)]
 
 
 def test_a_run_without_a_mistake(case):
