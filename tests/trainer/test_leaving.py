@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import huggingface_hub
 import pytest
@@ -12,7 +11,6 @@ from runs import make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastgrpo.run.folder import RunFolder
-from fastgrpo.trainer import results
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -34,28 +32,13 @@ def test_rank_0_alone_saves_a_model_that_it_has_whole(trainer, tmp_path, monkeyp
     assert all(torch.equal(loaded.get_parameter(name), value) for name, value in trainer.model.named_parameters())
 
 
-def test_after_the_end_the_folder_is_held_while_something_is_written(trainer, monkeypatch):
-    folder = trainer.log.folder
-    assert not folder.held
-    other = RunFolder(folder.path)  # a run that goes on in the folder
-    with pytest.raises(ValueError, match=r"is in use"):
-        trainer.save_model()
-    with pytest.raises(ValueError, match=r"is in use"):
-        trainer.save_metrics("late", {})
-    assert not (folder.path / "late_results.json").exists()
+def test_after_the_end_nothing_is_written_while_another_run_holds_the_folder(trainer):
+    other = RunFolder(trainer.log.folder.path)
+    for write in (trainer.save_model, lambda: trainer.save_metrics("late", {})):
+        with pytest.raises(ValueError, match="is in use"):
+            write()
+    assert not (trainer.log.folder.path / "late_results.json").exists()
     other.close()
-    held = []
-    monkeypatch.setattr(results, "write_model", lambda *_: held.append(other_may_take(folder.path)))
-    trainer.save_model()
-    assert held == [False] and other_may_take(folder.path)
-
-
-def other_may_take(path):
-    try:
-        RunFolder(path).close()
-    except ValueError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -81,40 +64,39 @@ def test_metrics_and_state_are_written(trainer, capsys):
     assert trainer.is_world_process_zero() and trainer.is_local_process_zero()
 
 
-class Hub:
-    """A stand-in for HfApi that notes what it is asked for."""
+@pytest.fixture
+def hub(monkeypatch):
+    """What a stand-in for HfApi is asked for."""
+    asked = []
 
-    asked: ClassVar[list] = []
+    class Hub:
+        def create_repo(self, name, **settings):
+            asked.append((name, settings))
+            return SimpleNamespace(repo_id=f"me/{name}")
 
-    def create_repo(self, name, **settings):
-        self.asked.append((name, settings))
-        return SimpleNamespace(repo_id=f"me/{name}")
+        def upload_folder(self, folder_path, **settings):
+            asked.append((sorted(path.name for path in Path(folder_path).iterdir()), settings))
+            return "the commit"
 
-    def upload_folder(self, folder_path, **settings):
-        self.asked.append((sorted(path.name for path in Path(folder_path).iterdir()), settings))
-        return "the commit"
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    return asked
 
 
 @pytest.mark.parametrize("name", [None, "org/mine"])
-def test_the_model_is_uploaded(trainer, monkeypatch, name):
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    monkeypatch.setattr(Hub, "asked", [])
+def test_the_model_is_uploaded(trainer, hub, name):
     object.__setattr__(trainer.args, "hub_model_id", name)
     assert trainer.push_to_hub(commit_message="done", dataset_name="mine") == "the commit"
-    (repo, settings), (files, upload) = Hub.asked
-    assert repo == name or (name is None and repo == trainer.log.dir.name)
+    (repo, settings), (files, upload) = hub
+    assert repo == (name or trainer.log.dir.name)
     assert settings == {"private": None, "exist_ok": True}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files)
     assert upload == {"repo_id": f"me/{repo}", "commit_message": "done"}
 
 
 @pytest.mark.parametrize("push", [False, True])
-def test_a_run_uploads_at_its_end_where_it_is_told_to(tmp_path, monkeypatch, push):
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    monkeypatch.setattr(Hub, "asked", [])
+def test_a_run_uploads_at_its_end_where_it_is_told_to(tmp_path, hub, push):
     make_trainer(tmp_path, push_to_hub=push, hub_model_id="org/mine", hub_private_repo=True).train()
-    assert [name for name, _ in Hub.asked][:1] == ["org/mine"] * push
-    assert not push or Hub.asked[0][1]["private"] is True
+    assert [name for name, _ in hub][:1] == ["org/mine"] * push and (not push or hub[0][1]["private"] is True)
 
 
 def test_the_summary_and_the_last_entry_tell_of_the_whole_run(trainer):
