@@ -42,7 +42,10 @@ def test_masked_completions_count_in_their_group():
     std = math.sqrt(2) + EPS
     done = advantages(group, mask_truncated_completions=True)
     assert [c.advantage for c in done] == pytest.approx([1 / std, 1 / std, 0, -2 / std], rel=1e-12)
-    assert [c.masked for c in done] == [False, False, True, True] and all(c.informative for c in done)
+    assert [c.masked for c in done] == [False, False, True, True]
+    group = [completion(1.0), completion(1.0), completion(0.0, reason="length"), completion(0.0, reason="length")]
+    inside = advantages(group, mask_truncated_completions=True)
+    assert [c.informative and not c.masked for c in inside] == [True, True, False, False]
     assert all(c.token_advantages is None for c in done)
 
 

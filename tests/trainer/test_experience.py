@@ -7,7 +7,7 @@ import random
 import pytest
 import tiny
 import torch
-import trl
+from trl.rewards import get_soft_overlong_punishment
 
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.rollout.engine import RolloutEngine
@@ -231,8 +231,7 @@ def test_soft_overlong_punishment_stands_beside_the_rewards(folder, tmp_path):
     values, experience = stepped(trainer)
     punished = [-max(len(sample.ids) - 2, 0) / 4 for sample in experience]
     assert len(set(punished)) > 2 and -1 in punished
-    theirs = trl.rewards.get_soft_overlong_punishment(6, 4)
-    assert punished == theirs(completion_ids=[sample.ids for sample in experience])
+    assert punished == get_soft_overlong_punishment(6, 4)(completion_ids=[sample.ids for sample in experience])
     assert values["rewards/soft_overlong_punishment/mean"] == pytest.approx(sum(punished) / 16)
     assert values["reward"] == pytest.approx(sum(2 * 0.5 * (i != 1) + p for i, p in enumerate(punished)) / 16)
     assert values["accuracy"] == 0  # that of the first function
