@@ -1,11 +1,9 @@
 """Checks of what a sharded policy gives to others: its whole copy for rollouts, references, and whole weights."""
 
 import importlib.util
-import tempfile
 import weakref
-from pathlib import Path
 
-import tiny
+import pytest
 import torch
 from drawing import PROMPTS
 from ranked import check
@@ -26,7 +24,6 @@ from fastgrpo.policy.ref_model import (
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.hf import HFBackend
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.run.checkpoint import save_model
 from fastgrpo.trainer.optim import MasterAdamW
 
 SAMPLES = [sample(4, 5, seed) for seed in range(7)]
@@ -66,17 +63,12 @@ def rollouts_of_the_whole_copy(ranks):
         engine = RolloutEngine(sharded.for_rollouts)
         before = drawn(engine)
         same_draws(before, drawn(RolloutEngine(plain)))
+        same_draws(drawn(HFBackend(sharded.for_rollouts)), drawn(HFBackend(plain)))
         update(sharded, ranks)
         with sharded.gather():
             after = drawn(engine)
         same_draws(after, drawn(RolloutEngine(plain_copy(sharded, ranks, **kind))))
         assert before[0] != after[0]
-
-
-@check
-def rollouts_of_transformers(ranks):
-    plain, sharded = policies(ranks)
-    same_draws(drawn(HFBackend(sharded.for_rollouts)), drawn(HFBackend(plain)))
 
 
 @check
@@ -139,12 +131,8 @@ def an_update_while_requests_are_in_flight(ranks):
     number = engine.add_request(PROMPTS[0], 2, SamplingParams(max_tokens=50, seed=0))
     engine.step()
     update(sharded, ranks)
-    try:
+    with pytest.raises(ValueError, match="the weights changed"):
         engine.step()
-    except ValueError as error:
-        assert "the weights changed" in str(error)
-    else:
-        raise AssertionError("the engine goes on with old keys and values")
     engine.abort_request(number)
 
 
@@ -257,25 +245,8 @@ def whole_weights(ranks):
         assert all(torch.equal(got[name], other[name]) for name in got)
         update(sharded, ranks)  # it still computes
         for broken in ({}, {**other, next(iter(other)): torch.zeros(3)}):
-            try:
+            with pytest.raises(ValueError, match="other modules or shapes"):
                 sharded.load_state_dict(broken)
-            except ValueError as error:
-                assert "other modules or shapes" in str(error)
-            else:
-                raise AssertionError("weights of another model were taken")
-
-
-@check
-def a_folder_that_transformers_reads(ranks):
-    """Whole weights beside the config of the sharded module, whose class keeps its name."""
-    _, sharded = policies(ranks, tie_word_embeddings=True)
-    weights = sharded.full_state_dict()
-    if ranks.rank == 0:
-        with tempfile.TemporaryDirectory() as folder:
-            save_model(Path(folder), sharded.module, tiny.tokenizer(), dict(weights))
-            read = type(model()).from_pretrained(folder)
-        assert read.config.architectures == ["Qwen2ForCausalLM"]
-        assert all(torch.equal(weights[name], value) for name, value in read.state_dict().items())
 
 
 @check(rare=True)
