@@ -53,28 +53,27 @@ def test_what_is_no_file_is_not_opened(tmp_path):
 
 
 def test_hub_data_sets_go_through_datasets(monkeypatch):
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kw: [args, kw])
-    rows = load_rows("openai/gsm8k", "main", "test")
-    assert list(rows) == [("openai/gsm8k", "main"), {"split": "test"}]
-    assert rows.where(17) == "openai/gsm8k test, row 17"
-    given = datasets.Dataset.from_list([{"question": "?"}])
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kw: given)
-    assert load_rows("a/b", columns=("question",)).rows is given
-    with pytest.raises(ValueError, match="data set 'a/b' has no column 'prompt', only question"):
-        load_rows("a/b", columns=("prompt",))
+    given, calls = datasets.Dataset.from_list([{"question": "?"}]), []
 
-
-def test_what_the_hub_says_is_told(monkeypatch):
-    def say(error):
+    def become(result):
         def load(*args, **kw):
-            raise error
+            calls.append((args, kw))
+            if isinstance(result, Exception):
+                raise result
+            return result
 
         monkeypatch.setattr(datasets, "load_dataset", load)
 
-    say(ValueError("Unknown split \"test\". Should be one of ['train']."))
+    become(given)
+    rows = load_rows("openai/gsm8k", "main", "test", columns=("question",))
+    assert calls == [(("openai/gsm8k", "main"), {"split": "test"})] and rows.rows is given
+    assert rows.where(17) == "openai/gsm8k test, row 17"
+    with pytest.raises(ValueError, match="data set 'a/b' has no column 'prompt', only question"):
+        load_rows("a/b", columns=("prompt",))
+    become(ValueError("Unknown split \"test\". Should be one of ['train']."))
     assert load_rows("a/b", split="test") is None
     for error in (ValueError("Config name is missing.\nPick one"), ConnectionError("Couldn't reach the Hub")):
-        say(error)
+        become(error)
         with pytest.raises(ValueError, match=f"data set 'a/b' .*{str(error).splitlines()[0]}"):
             load_rows("a/b")
 

@@ -32,38 +32,32 @@ def test_an_epoch_has_every_row_once_in_an_order_of_its_own(count, takes, seed, 
     assert seen == whole[: len(seen)]
 
 
-def test_no_rows():
-    with pytest.raises(ValueError, match="no rows"):
-        ShuffledRows([])
-    with pytest.raises(ValueError, match="a curriculum needs at least one level"):
-        Curriculum([])
-    source = ShuffledRows([{"prompt": "a"}])
-    source.rows = []
-    with pytest.raises(ValueError, match=r"^train_dataset has no rows: its len\(\) is 0"):
-        as_source(source, seed=0, shuffle=True)
-
-
-def test_shuffled_rows_are_of_any_type_that_has_an_order():
-    frame = pandas.DataFrame([{"prompt": "a"}, {"prompt": "b"}])
-    assert ShuffledRows(frame, shuffle=False).take(3) == [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "a"}]
-    with pytest.raises(ValueError, match="the data of ShuffledRows is of type dict; pass one split"):
-        ShuffledRows({"train": []})
-    with pytest.raises(ValueError, match="the data of ShuffledRows is of type Iter; it may have no end"):
-        ShuffledRows(iter_of([]))
-
-
-def test_a_source_stays_as_it_is_and_rows_become_one():
-    source = ShuffledRows([{"prompt": "a"}])
-    assert as_source(source, seed=0, shuffle=True) is source
-    stream = as_source(iter_of([{"prompt": "a"}] * 9), seed=0, shuffle=True, needed=4)
-    assert len(stream) == 4 and stream.rows.where(3) == "train_dataset row 3"
-    with pytest.raises(ValueError, match="is of type Iter; it may have no end, so pass max_steps, which says"):
-        as_source(iter_of([]), seed=0, shuffle=True)
-
-
-def iter_of(rows):
+class Endless:
     """A data set that can be iterated over, and has no length."""
-    return type("Iter", (), {"__iter__": lambda self: iter(rows)})()
+
+    def __iter__(self):
+        while True:
+            yield {"prompt": "a"}
+
+
+def test_rows_of_any_type_become_a_source_and_a_source_stays_as_it_is():
+    frame = pandas.DataFrame([{"prompt": "a"}, {"prompt": "b"}])
+    source = ShuffledRows(frame, shuffle=False)
+    assert source.take(3) == [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "a"}]
+    assert as_source(source, seed=0, shuffle=True) is source
+    stream = as_source(Endless(), seed=0, shuffle=True, needed=4)
+    assert len(stream) == 4 and stream.rows.where(3) == "train_dataset row 3"
+    source.rows = []
+    for refused, told in (
+        (lambda: ShuffledRows([]), "no rows"),
+        (lambda: Curriculum([]), "at least one level"),
+        (lambda: as_source(source, seed=0, shuffle=True), "train_dataset has no rows"),
+        (lambda: ShuffledRows({"train": []}), "ShuffledRows is of type dict"),
+        (lambda: ShuffledRows(Endless()), "ShuffledRows is of type Endless; it may have no end"),
+        (lambda: as_source(Endless(), seed=0, shuffle=True), "max_steps"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            refused()
 
 
 def levels():

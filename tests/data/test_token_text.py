@@ -68,28 +68,23 @@ def test_few_tokens_are_decoded_at_once(monkeypatch):
     assert sorted(decoded)[-2] <= 8 and len(decoded) < 3 * len(ids)
 
 
-def test_ends_in_tokens_of_one_byte():
+def test_parts_end_with_tokens():
     tokenizer = tiny.tokenizer()
-    ids = [*tokenizer("ab\n\ncd")["input_ids"], tokenizer.eos_token_id]
-    assert TokenText(tokenizer).counts(ids, [4, 6]) == [4, 7]  # the stop token belongs to the last part
-    assert TokenText(tokenizer).counts(ids, [1, 5]) == [1, 5]
-    assert TokenText(tokenizer).counts(ids, []) == []
 
+    def ids(text):
+        return tokenizer(text)["input_ids"]
 
-def test_a_character_of_several_tokens_ends_with_its_last_one():
-    tokenizer = tiny.tokenizer()
-    text = "é。ö"  # 2, 3 and 2 bytes, a token each
-    ids = tokenizer(text)["input_ids"]
-    assert len(ids) == 7 and TokenText(tokenizer).counts(ids, [1, 2, 3]) == [2, 5, 7]
-    cut = [*tokenizer("a。")["input_ids"][:-1], *tokenizer("bc")["input_ids"]]  # bytes that are no character
+    cut = [*ids("a。")[:-1], *ids("bc")]  # bytes that are no character
     whole = tokenizer.decode(cut)
-    assert TokenText(tokenizer).counts(cut, [1, whole.index("b") + 1, len(whole)]) == [1, 4, 5]
-
-
-def test_special_tokens_within_a_completion_have_no_characters():
-    tokenizer = tiny.tokenizer()
-    ids = [*tokenizer("ab")["input_ids"], tokenizer.pad_token_id, *tokenizer("cd")["input_ids"]]
-    assert TokenText(tokenizer).counts(ids, [2, 3, 4]) == [2, 4, 5]
+    for given, ends, tokens in (
+        ([*ids("ab\n\ncd"), tokenizer.eos_token_id], [4, 6], [4, 7]),  # the stop token belongs to the last part
+        ([*ids("ab\n\ncd"), tokenizer.eos_token_id], [1, 5], [1, 5]),
+        (ids("ab"), [], []),
+        (ids("é。ö"), [1, 2, 3], [2, 5, 7]),  # 2, 3 and 2 bytes, a token each
+        (cut, [1, whole.index("b") + 1, len(whole)], [1, 4, 5]),
+        ([*ids("ab"), tokenizer.pad_token_id, *ids("cd")], [2, 3, 4], [2, 4, 5]),  # special tokens have no characters
+    ):
+        assert TokenText(tokenizer).counts(given, ends) == tokens
 
 
 def test_a_token_that_ends_one_character_and_begins_the_next_ends_behind_the_first():

@@ -17,32 +17,19 @@ def evaluation():
     return Evaluation(values, {"eval/accuracy": (0.1, 0.9)}, rows, ["note: something"])
 
 
-def test_a_value_is_shown_with_its_interval():
-    assert evaluation().cell("eval/accuracy") == "0.500 [0.100, 0.900]"
-    assert evaluation().cell("eval/mean_length") == "12.000"
-    assert evaluation().cell("eval/maj@4") == ""
-
-
-def test_the_summary_has_the_accuracy_and_the_estimates_of_the_most_draws():
-    assert evaluation().summary().splitlines() == [
+def test_what_an_evaluation_shows():
+    shown = evaluation()
+    assert shown.cell("eval/accuracy") == "0.500 [0.100, 0.900]"
+    assert shown.cell("eval/mean_length") == "12.000" and shown.cell("eval/maj@4") == ""
+    assert shown.summary().splitlines() == [
         "accuracy 0.500 [0.100, 0.900], pass@1 0.250, pass@4 0.750 (2 prompts, 3.0 s)",
         "note: something",
     ]
-
-
-def test_intervals_are_metrics_too():
-    metrics = evaluation().metrics()
-    assert (metrics["eval/accuracy/ci95_low"], metrics["eval/accuracy/ci95_high"]) == (0.1, 0.9)
-    assert metrics.keys() - evaluation().values.keys() == {"eval/accuracy/ci95_low", "eval/accuracy/ci95_high"}
-
-
-def test_a_comparison_begins_with_what_people_quote():
-    lines = comparison(["a", "b"], [evaluation(), Evaluation({"eval/mean_length": 3.0}, {}, [], [])])
+    intervals = {"eval/accuracy/ci95_low": 0.1, "eval/accuracy/ci95_high": 0.9}
+    assert shown.metrics() == shown.values | intervals
+    lines = comparison(["a", "b"], [shown, Evaluation({"eval/mean_length": 3.0}, {}, [], [])])  # the most quoted first
     assert [line[0] for line in lines] == ["metric", "accuracy", "pass@1", "pass@4", "mean_length", "time (s)"]
     assert lines[1][1:] == ["0.500 [0.100, 0.900]", ""]
-
-
-def test_every_draw_counts_in_the_last_estimate():
     assert [draws_reported(count) for count in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8]]
 
 

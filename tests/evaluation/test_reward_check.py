@@ -46,22 +46,20 @@ def by_prompt(prompts, **columns):
 
 
 def gives_nan(completions, **columns):
-    return [math.nan if value(text) == 9 else value(text) for text in completions]
+    return [math.nan if reward == 9 else reward for reward in good(completions)]
 
 
 def by_order(completions, **columns):
-    return [value(text) + i for i, text in enumerate(completions)]
+    return [reward + i for i, reward in enumerate(good(completions))]
 
 
 def by_others(completions, **columns):
-    return [value(text) / max(map(value, completions)) for text in completions]
+    return [reward / max(good(completions)) for reward in good(completions)]
 
 
 def by_group(completions, prompts, **columns):
-    best = {}
-    for prompt, text in zip(prompts, completions, strict=True):
-        best[prompt] = max(best.get(prompt, 0), value(text))
-    return [value(text) / best[prompt] for prompt, text in zip(prompts, completions, strict=True)]
+    pairs = list(zip(prompts, good(completions), strict=True))
+    return [reward / max(other for theirs, other in pairs if theirs == prompt) for prompt, reward in pairs]
 
 
 by_group.group_wise = True
@@ -70,7 +68,7 @@ CALLS = itertools.count()
 
 def random(completions, **columns):
     call = next(CALLS)
-    return [value(text) + call for text in completions]
+    return [reward + call for reward in good(completions)]
 
 
 def mutates(completions, **columns):
@@ -136,20 +134,12 @@ def test_the_figures():
     assert found.milliseconds == pytest.approx(100) and "--reward_workers" in found.warnings[0]
 
 
-@pytest.mark.parametrize(
-    "function, words",
-    [
-        (constant, "constant"),
-        (by_prompt, "never differs within a group"),
-        (gives_nan, "returns NaN"),
-        (by_order, "depends on the order"),
-        (by_others, "set group_wise = True"),
-        (random, "is random"),
-        (mutates, r"changes its arguments \(completions\)"),
-        (mutates_async, r"changes its arguments \(answer\)"),
-        (lambda completions, **columns: good(completions), "cannot be pickled"),
-    ],
-)
+@pytest.mark.parametrize("function, words", [
+    (constant, "constant"), (by_prompt, "never differs within a group"), (gives_nan, "returns NaN"),
+    (by_order, "depends on the order"), (by_others, "set group_wise = True"), (random, "is random"),
+    (mutates, r"changes its arguments \(completions\)"), (mutates_async, r"changes its arguments \(answer\)"),
+    (lambda completions, **columns: good(completions), "cannot be pickled"),
+])  # fmt: skip
 def test_each_fault_is_told_alone(function, words):
     (warning,) = check(function).warnings
     assert re.search(words, warning), warning
@@ -163,19 +153,14 @@ def test_completions_may_lack_what_a_check_needs():
     assert "Longer is better: its rank correlation with the length is 1.00" in warning
 
 
-@pytest.mark.parametrize(
-    "function, words",
-    [
-        (misses, "needs the column 'solution'"),
-        (raises, "RuntimeError: no such thing"),
-        (none, "gives no completion a reward"),
-        (short, "must return a list"),
-    ],
-)
+@pytest.mark.parametrize("function, words", [
+    (misses, "needs the column 'solution'"), (raises, "RuntimeError: no such thing"), (short, "must return a list"),
+    (none, "gives no completion a reward"),
+])  # fmt: skip
 def test_faults_that_leave_no_reward(function, words):
     found = check(function)
     assert any(words in warning for warning in found.warnings) and math.isnan(found.mean)
-    assert found.errors == (0 if function is none else 12) and found.none == (12 if function is none else 0)
+    assert (found.errors, found.none) == ((0, 12) if function is none else (12, 0))
 
 
 def test_completions_that_take_too_long_are_counted_and_left_out():

@@ -98,11 +98,5 @@ def test_files_of_a_person_are_not_overwritten(tmp_path, hub, capsys, name):
     assert [path.name for path in tmp_path.iterdir()] == [name]
     (tmp_path / "x.GGUF").write_bytes(b"GGUF and more")
     assert smollm2.main([str(tmp_path)]) == 0 and "has a model already" in capsys.readouterr().out
-
-
-def test_a_file_is_no_folder(tmp_path, capsys):
-    for path, message in (
-        (__file__, "is a file; name a folder"),
-        (f"{__file__}/x", "exists already and is in the way"),
-    ):
-        assert smollm2.main([str(path)]) == 2 and message in capsys.readouterr().err
+    for path in (__file__, f"{__file__}/x"):  # a file is no folder
+        assert smollm2.main([path]) == 2 and __file__ in capsys.readouterr().err

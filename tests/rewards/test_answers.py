@@ -1,4 +1,4 @@
-"""Final answers: what is read and what is refused (answers.csv), and that no text is slow or ends the reader."""
+"""What is read out of completions and what is refused (answers.csv), and that no text is slow or ends a reader."""
 
 import csv
 import json
@@ -26,6 +26,8 @@ from fastgrpo.rewards.answers import (
     plain,
     read_number,
 )
+from fastgrpo.rewards.gsm8k import digits_reward, format_reward
+from fastgrpo.rewards.sandbox import program_of
 from fastgrpo.rewards.symbolic import same_values
 
 with Path(__file__).with_name("answers.csv").open(newline="", encoding="utf-8") as file:
@@ -36,21 +38,21 @@ READERS = {
     "values": same_values,
     "plain": lambda text, _: plain(text),
     "formula": lambda text, _: formula(plain(text))[0],
+    "format": lambda text, _: format_reward([], [text])[0],
+    "digits": lambda text, reference: digits_reward([], [text], [reference])[0],
+    "program": lambda text, _: program_of(text),
 }
 
 
 @pytest.mark.parametrize(
-    ("reader", "text", "reference", "verdict"),
-    [
-        pytest.param(*list(row.values())[:4], id=f"{row['reader']} {i + 2}")
-        for i, row in enumerate(EXAMPLES)
-        if row["reader"] in READERS
-    ],
+    "row",
+    [pytest.param(row, id=f"{row['reader']} {i + 2}") for i, row in enumerate(EXAMPLES) if row["reader"] in READERS],
 )
-def test_examples(reader, text, reference, verdict):
+def test_examples(row):
     """The number in the name of a case is that of its row in answers.csv."""
-    found = READERS[reader](text, reference)
-    assert (str(found).lower() if found is None or isinstance(found, bool) else str(found)) == verdict
+    found = READERS[row["reader"]](row["text"], row["reference"])
+    written = f"{found:.6g}" if isinstance(found, float) else str(found)
+    assert (written.lower() if found in (None, True, False) else written) == row["verdict"], row["why"]
 
 
 @pytest.fixture
@@ -157,9 +159,8 @@ def test_no_text_is_slow():
     texts = [(beginning, unit, 100_000) for unit in UNITS for beginning in BEGINNINGS]
     texts += [("", unit, 1_000_000) for unit in ("9", "{", "#", "</answer>", "<answer></answer>", "\\boxed{")]
     texts += [("\\boxed{", "{", 1_000_000), ("1e", "9", 1_000_000), ("``` ", " ", 1_000_000)]
-    run = subprocess.run(
-        [sys.executable, "-c", JUDGES], input=json.dumps(texts), capture_output=True, text=True, cwd=ROOT
-    )
+    command = [sys.executable, "-c", JUDGES]
+    run = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, cwd=ROOT)
     assert run.stdout.endswith("done\n"), run.stdout[-100:] + run.stderr
 
 
@@ -209,15 +210,8 @@ def test_every_thread_and_every_forked_process_comes_to_the_same_verdict():
     assert same_values("21 + x", "x + 21") is True
 
 
-@pytest.mark.parametrize(
-    ("completion", "text"),
-    [
-        ("42", "42"),
-        ([{"role": "assistant", "content": "41"}, {"role": "tool", "content": "7"}], "41"),
-        ([{"role": "assistant", "content": "4"}, {"role": "assistant", "content": "2"}], "4\n2"),
-        ([{"role": "assistant", "content": [{"type": "text", "text": "42"}, {"type": "image"}]}], "42"),
-        ([{"role": "assistant", "content": None, "tool_calls": []}], ""),
-    ],
-)
-def test_completion_text(completion, text):
-    assert completion_text(completion) == text
+def test_completion_text():
+    parts, tool = [{"type": "text", "text": "42"}, {"type": "image"}], {"role": "tool", "content": "7"}
+    for contents, text in ((["41"], "41"), (["4", "2"], "4\n2"), ([parts], "42"), ([None], ""), ([], "")):
+        messages = [{"role": "assistant", "content": content} for content in contents]
+        assert completion_text([*messages, tool]) == completion_text(text) == text

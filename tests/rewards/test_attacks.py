@@ -1,4 +1,4 @@
-"""The jail: programs that attack the machine or fake success (attacks.yaml), and what must be there to build one."""
+"""The jail: what programs can do in it (programs.yaml), and what must be there to build one."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ from paths import ROOT
 from fastgrpo.rewards import find_reward, sandbox
 from fastgrpo.rewards.sandbox import Jail, Limits, Prison, Sandbox
 
-ATTACKS = yaml.safe_load(Path(__file__).with_name("attacks.yaml").read_text())
+PROGRAMS = yaml.safe_load(Path(__file__).with_name("programs.yaml").read_text())
 SOLVED = {"assert": "assert f(20) == 6765"}  # compared outside of the jail
 SHARED = {"assert": "assert f(20) > 6764"}  # shares an interpreter with the program
 PRINTED = {"input": "20", "output": "6765"}
@@ -50,65 +50,23 @@ def refused(line, error="OSError"):
 
 
 @needs_namespaces
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack["name"])
-def test_an_attack_gets_its_verdict_and_changes_nothing(opened, attack):
+@pytest.mark.parametrize("row", PROGRAMS, ids=lambda row: row["name"])
+def test_a_program_gets_its_verdicts_and_changes_nothing(opened, row):
     patient, hasty, before = opened
-    program, cheat = attack.get("program"), attack.get("cheat", False)
+    program, expected = row.get("program"), row.get("verdicts", ["passed"])
     if program is None:
-        program = refused(attack["refused"], attack.get("error", "OSError"))
-    if attack.get("hasty"):
-        given = "x" * 2**22 if "input" in attack["name"] else ""
-        assert judge(hasty, program, {"input": given, "output": ""}) == (["timeout"], 0.0)
+        program = refused(row["refused"], row.get("error", "OSError"))
+    tests = row.get("tests") or [{"output": row.get("prints", "refused")}]
+    if row.get("hasty"):
+        tests, expected = [{"input": "x" * 2**22 if "input" in row["name"] else "", "output": ""}], ["timeout"]
+    elif row.get("cheat"):
+        tests = row.get("tests") or [SOLVED, SHARED, PRINTED]
+    verdicts, reward = judge(hasty if row.get("hasty") else patient, program, *tests)
+    if row.get("cheat"):
+        assert reward == 0.0 and len(verdicts) == 3 and not {"passed", "timeout"} & set(verdicts)
     else:
-        tests = attack.get("tests") or (
-            [SOLVED, SHARED, PRINTED] if cheat else [{"output": attack.get("prints", "refused")}]
-        )
-        verdicts, reward = judge(patient, program, *tests)
-        if cheat:
-            assert reward == 0.0 and len(verdicts) == 3 and not {"passed", "timeout"} & set(verdicts)
-        else:
-            assert verdicts == attack.get("verdicts", ["passed"]) and reward == verdicts.count("passed") / len(tests)
+        assert verdicts == expected and reward == expected.count("passed") / len(tests)
     assert machine() == before
-
-
-@needs_namespaces
-def test_an_honest_program_passes(patient):
-    program = "def f(n):\n    a, b = 0, 1\n    for _ in range(n): a, b = b, a + b\n    return a\n"
-    program += "if __name__ == '__main__': print(f(int(input())))"
-    assert judge(patient, program, SOLVED, SHARED, PRINTED) == (["passed"] * 3, 1.0)
-
-
-READS = """
-import gc, os, sys
-def f(x):
-    frame, seen = sys._getframe(), []
-    while frame:
-        seen.append(repr((frame.f_code.co_consts, frame.f_locals, frame.f_globals)))
-        frame = frame.f_back
-    seen += [repr(each) for each in gc.get_objects()]
-    for name in ("self", "1", str(os.getppid())):
-        for part in ("environ", "cmdline"):
-            with open(f"/proc/{name}/{part}", "rb") as file:
-                seen.append(repr(file.read()))
-    with open(f"/proc/{os.getppid()}/maps") as maps, open(f"/proc/{os.getppid()}/mem", "rb") as memory:
-        for line in maps:
-            first, last = (int(end, 16) for end in line.split()[0].split("-"))
-            if " rw" in line:
-                memory.seek(first)
-                seen.append(memory.read(last - first).decode("latin-1"))
-    return WANTED in "".join(seen)
-if __name__ == "__main__":
-    print(f(0))
-"""
-
-
-@needs_namespaces
-def test_expected_outputs_are_nowhere_in_the_jail(patient):
-    """Looked for in frames, objects, environments, command lines and the memory of the server."""
-    program = READS.replace("WANTED", "str(6764 + 1) * 4")  # so that it does not find itself
-    tests = [{"input": "1", "output": "6765" * 4}, {"assert": f"assert f(20) == {'6765' * 4}"}]
-    tests += [{"input": "1", "output": "False"}, {"assert": "assert f(20) == False"}]
-    assert judge(patient, program, *tests) == (["wrong", "wrong", "passed", "passed"], 0.5)
 
 
 @needs_namespaces

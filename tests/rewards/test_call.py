@@ -65,20 +65,14 @@ def test_a_function_is_found_by_its_name(tmp_path, monkeypatch):
             find_reward(name, [correctness])
 
 
-@pytest.mark.parametrize(
-    "functions",
-    ["rewards:f", ["rewards:f"], None, [None], {"f": Judge()}, iter([Judge()]), Judge, tiny.model(), []],
-    ids=lambda value: type(value).__name__,
-)
-@pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_what_is_no_function_is_refused_before_it_is_called(functions, on_error):
-    with pytest.raises(ValueError, match=r"reward_funcs|reward function"):
-        Rewards(functions, on_error=on_error)
+NO_FUNCTIONS = ["rewards:f", ["rewards:f"], None, [None], {"f": Judge()}, iter([Judge()]), Judge, tiny.model(), []]
 
 
 def test_arguments_that_are_refused():
-    with pytest.raises(ValueError, match=r"'<lambda>' takes \(text\)"):
-        Rewards(lambda text: [])
+    for functions in [*NO_FUNCTIONS, lambda text: []]:
+        for on_error in ("raise", "skip"):
+            with pytest.raises(ValueError, match=r"reward_funcs|reward function"):
+                Rewards(functions, on_error=on_error)
     with pytest.raises(ValueError, match="reward_weights"):
         Rewards(Judge(), [1.0, 2.0])
     with pytest.raises(ValueError, match="reward_errors"):
@@ -87,34 +81,20 @@ def test_arguments_that_are_refused():
 
 
 def test_called_as_trl_calls_them():
-    seen = {}
+    """A column may have any name: `function` is common, and `completion` holds the references of other trainers."""
+    seen, names = {}, ("function", "arguments", "call", "completion", "not a name")
 
     def reward(prompts, completions, **columns):
         seen.update(columns, prompts=prompts, completions=completions)
         return [1, 0.5]
 
-    assert call(Rewards([reward])).tolist() == [[1.0], [0.5]]
+    given = [dataclasses.replace(c, columns=c.columns | {name: name[0] for name in names}) for c in COMPLETIONS]
+    assert reward_matrix(judge(Rewards([reward]), given).completions).tolist() == [[1.0], [0.5]]
     assert callable(seen.pop("log_metric")) and callable(seen.pop("log_extra")) and callable(seen.pop("log_steps"))
     assert seen == {
-        "prompts": ["p0", "p1"],
-        "completions": ["c0", "c1"],
-        "answer": ["x", "y"],
-        "hint": [None, 7],
-        "completion_ids": [[3], [4, 5]],
-        "trainer_state": "state",
-    }
-
-
-def test_every_name_of_a_column_works():
-    """`function` is common in data of function calls; `completion` holds the references of other trainers."""
-    columns = {"function": "f", "arguments": "a", "call": "c", "completion": "theirs", "not a name": 1}
-
-    def reward(**given):
-        assert {name: given[name] for name in columns} == {name: [value] * 2 for name, value in columns.items()}
-        assert given["completions"] == ["c0", "c1"]
-        return [0.0, 0.0]
-
-    judge(Rewards([reward]), [dataclasses.replace(c, columns=columns) for c in COMPLETIONS])
+        "prompts": ["p0", "p1"], "completions": ["c0", "c1"], "answer": ["x", "y"], "hint": [None, 7],
+        "completion_ids": [[3], [4, 5]], "trainer_state": "state",
+    } | {name: [name[0]] * 2 for name in names}  # fmt: skip
 
 
 def test_what_functions_get_are_copies_made_for_each_of_them():

@@ -1,4 +1,4 @@
-"""The rewards of GSM8K and the punishment of long completions, on made texts and on the data set's own solutions."""
+"""The rewards of GSM8K and the punishment of long completions; answers.csv has examples of formats and digits."""
 
 import json
 import os
@@ -51,57 +51,9 @@ def test_correctness():
     assert correctness([], ["42"] * 7, answer=references) == [1.0, 1.0, 1.0, 0.0, None, None, None]
     with pytest.raises(ValueError):
         correctness([], ["42"] * 2, answer=["#### 42"])
-
-
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
-        ("<think>6 x 7</think><answer>42</answer>", 0.5),
-        ("<think>\n6 x 7\n</think>\n<answer>\n42\n</answer>", 0.5),
-        (r"<think>6 x 7</think><answer>\boxed{42}</answer>", 0.5),
-        ("<think>6 x 7</think><answer>none</answer>", 0.4),
-        ("<think>6 x 7</think><answer></answer>", 0.4),
-        ("<think>6 x 7</think><answer>42", 0.4),
-        ("<think>6 x 7<answer>42</answer>", 0.4),
-        ("<think>6 x 7</think> 42", 0.2),
-        ("<answer>42</answer>", 0.3),
-        ("<think>6 x 7", 0.1),
-        # a closing tag with no opening tag before it, and the opening tag after it
-        ("6 x 7</think><answer>42</answer>", 0.3),
-        ("</think>6 x 7<think><answer>42</answer>", 0.3),
-        # a tag that is repeated
-        ("<think><think>6 x 7</think><answer>42</answer>", 0.4),
-        ("<think>6 x 7</think></think><answer>42</answer>", 0.4),
-        ("<think>6 x 7</think><answer>41</answer><answer>42</answer>", 0.3),
-        ("<think></think>" * 9, 0.0),
-        ("#### 42", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_format_reward(completion, reward):
-    assert format_reward([], [completion, chat(completion)]) == pytest.approx([reward, reward])
-
-
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
-        ("<think>?</think><answer>12</answer>", 1.0),
-        ("<answer> 13\n</answer>", 0.5),
-        ("<answer>2</answer>", 0.5),
-        ("<answer>21</answer>", 0.0),
-        ("<answer>112</answer>", 2 / 3),
-        ("<answer>012</answer>", 1.0),
-        ("<answer>12.", 1.0),
-        ("<answer>12.5</answer>", 0.0),
-        ("<answer></answer>", 0.0),
-        ("12", 0.0),
-        ("<answer>12</answer><answer>x</answer>", 0.0),
-        ("<answer>9</answer><answer>12</answer>", 1.0),
-    ],
-)
-def test_digits_count_in_their_places(completion, reward):
-    assert digits_reward([], [completion, chat(completion)], ["5 + 7 = 12\n#### 12"] * 2) == [reward] * 2
-    assert digits_reward([], ["<answer>1</answer>"] * 3, ["#### 0.5", None, "#### one"]) == [0.0] * 3
+    tagged = chat("<think>6 x 7</think><answer>42</answer>")
+    assert format_reward([], [tagged]) == [format_reward.full_mark]
+    assert digits_reward([], [tagged] * 4, ["#### 43", "#### 0.5", None, "#### one"]) == [0.5, 0.0, 0.0, 0.0]
 
 
 def totals(texts, lengths, limit):

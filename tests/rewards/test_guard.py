@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -67,26 +66,23 @@ def test_modes_are_put_back(name):
 
 
 def test_modes_that_are_not_the_usual_ones_stay():
-    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with torch.no_grad():
-            assert attempt(torch.is_grad_enabled) is False
             attempt(lambda: torch.set_grad_enabled(True))
-            assert not torch.is_grad_enabled()
+            assert not torch.is_grad_enabled() and attempt(torch.is_grad_enabled) is False
         with torch.inference_mode():
             assert attempt(torch.is_inference_mode_enabled) is True
         assert attempt(torch.get_default_dtype) is torch.float64
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(torch.float32)
 
 
 def test_the_working_directory_is_found_again_where_it_was_deleted_or_renamed(tmp_path):
     def away():
-        folder = tmp_path / "gone"
-        folder.mkdir()
-        os.chdir(folder)
-        folder.rmdir()
+        (tmp_path / "gone").mkdir()
+        os.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
 
     attempt(away)
     assert os.getcwd() == str(tmp_path)
@@ -99,23 +95,19 @@ def test_the_working_directory_is_found_again_where_it_was_deleted_or_renamed(tm
     os.chdir(tmp_path)
 
 
-def test_gradients_are_not_lost_to_async_functions_that_overlap():
+def test_modes_are_put_back_after_async_functions_that_overlap():
     """The first to enter such a block is the first to leave it, so each puts back what the other one had set."""
 
     async def both():
         entered, left = asyncio.Event(), asyncio.Event()
 
-        async def first():
+        async def one(mine, theirs):
             with torch.no_grad(), torch.inference_mode(), torch.autocast("cpu"):
-                await entered.wait()
+                mine.set()
+                await theirs.wait()
             left.set()
 
-        async def second():
-            with torch.no_grad(), torch.inference_mode(), torch.autocast("cpu"):
-                entered.set()
-                await left.wait()
-
-        await asyncio.gather(first(), second())
+        await asyncio.gather(one(asyncio.Event(), entered), one(entered, left))
         return not torch.is_grad_enabled() and torch.is_inference_mode_enabled() and torch.is_autocast_enabled("cpu")
 
     assert awaited([both()]) == [True]  # they are lost while it runs, and the fixture looks at what is afterwards
@@ -125,14 +117,15 @@ def raising(error):
     raise error
 
 
+async def raising_later(error):
+    raise error
+
+
 def test_all_but_an_interrupt_becomes_a_failure():
     for error in (ValueError("a"), SystemExit(0), GeneratorExit(), StopIteration(), asyncio.CancelledError()):
         assert attempt(lambda error=error: raising(error)).error is error
-
-    async def interrupted():
-        raise KeyboardInterrupt
-
-    for call in (lambda: attempt(lambda: raising(KeyboardInterrupt())), lambda: awaited([interrupted()])):
+    interrupt = KeyboardInterrupt()
+    for call in (lambda: attempt(lambda: raising(interrupt)), lambda: awaited([raising_later(interrupt)])):
         with pytest.raises(KeyboardInterrupt):
             call()
 
@@ -155,25 +148,47 @@ def test_a_failure_is_told_on_a_line_with_the_place_in_the_users_code():
     assert told.startswith("ValueError: log_extra('step', ...)") and f"({__file__}:" in told
 
 
+async def loop_of_the_call():
+    return asyncio.get_running_loop()
+
+
+async def in_a_task():
+    await asyncio.gather(asyncio.create_task(raising_later(SystemExit(3))), asyncio.sleep(10))
+
+
+async def stops_the_loop():
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(10)
+
+
+async def cancels_itself():
+    asyncio.current_task().cancel()
+    await asyncio.sleep(0)
+
+
+async def fine():
+    await asyncio.sleep(0)
+    return [1.0]
+
+
+async def notebook(*calls):
+    """Where a loop runs already."""
+    return awaited([call() for call in calls])
+
+
 def test_async_results_are_awaited_at_once_and_failures_stay_apart():
-    async def fine():
-        await asyncio.sleep(0)
-        return [1.0]
-
-    async def leaves():
-        sys.exit(3)
-
-    async def cancels_itself():
-        asyncio.current_task().cancel()
-        await asyncio.sleep(0)
-
-    first, given, left, cancelled, last = awaited([fine(), "as it is", leaves(), cancels_itself(), fine()])
+    first, given, left, cancelled, last = awaited(
+        [fine(), "as it is", raising_later(SystemExit(3)), cancels_itself(), fine()]
+    )
     assert (first, given, last) == ([1.0], "as it is", [1.0])
     assert isinstance(left.error, SystemExit) and isinstance(cancelled.error, asyncio.CancelledError)
 
 
-async def loop_of_the_call():
-    return asyncio.get_running_loop()
+@pytest.mark.parametrize("ends, error", [(in_a_task, SystemExit), (stops_the_loop, RuntimeError)])
+def test_the_end_of_the_event_loop_is_a_failure(ends, error):
+    done, failed = awaited([loop_of_the_call(), ends()])
+    assert done.is_closed() and isinstance(failed.error, error)
+    assert isinstance(asyncio.run(notebook(ends))[0].error, error)
 
 
 def test_what_belongs_to_an_event_loop_may_be_kept_from_call_to_call():
@@ -187,11 +202,8 @@ def test_what_belongs_to_an_event_loop_may_be_kept_from_call_to_call():
         await asyncio.gather(request(), request())
         return await loop_of_the_call()
 
-    async def notebook():
-        return awaited([judged()])
-
     (first,) = awaited([judged()])
-    assert awaited([judged()]) == asyncio.run(notebook()) == [first]
+    assert awaited([judged()]) == asyncio.run(notebook(judged)) == [first]
     awaited([stops_the_loop()])
     (second,) = awaited([loop_of_the_call()])
     assert first.is_closed() and second is not first
@@ -199,48 +211,15 @@ def test_what_belongs_to_an_event_loop_may_be_kept_from_call_to_call():
         assert thread.submit(lambda: awaited([loop_of_the_call()])).result() != [second]
 
 
-async def in_a_task():
-    async def leaves():
-        sys.exit(3)
-
-    await asyncio.gather(asyncio.create_task(leaves()), asyncio.sleep(10))
+EXITS = [(SystemExit(7), 7), (SystemExit(), 0), (SystemExit("text"), 1), (None, 0), (KeyboardInterrupt(), 1)]
 
 
-async def stops_the_loop():
-    asyncio.get_running_loop().stop()
-    await asyncio.sleep(10)
-
-
-@pytest.mark.parametrize("ends, error", [(in_a_task, SystemExit), (stops_the_loop, RuntimeError)])
-def test_the_end_of_the_event_loop_is_a_failure(ends, error):
-    async def fine():
-        return 1
-
-    done, failed = awaited([fine(), ends()])
-    assert done == 1 and isinstance(failed.error, error)
-
-    async def notebook():
-        return awaited([ends()])
-
-    assert isinstance(asyncio.run(notebook())[0].error, error)
-
-
-@pytest.mark.parametrize(
-    "leave, code",
-    [
-        (lambda: sys.exit(7), 7),
-        (lambda: sys.exit(), 0),
-        (lambda: sys.exit("text"), 1),
-        (lambda: None, 0),
-        (lambda: raising(KeyboardInterrupt()), 1),
-    ],
-)
-def test_a_forked_process_does_not_go_on_with_the_run(leave, code, capfd):
+@pytest.mark.parametrize("error, code", EXITS)
+def test_a_forked_process_does_not_go_on_with_the_run(error, code, capfd):
     def forks():
         child = os.fork()
         if child == 0:
-            leave()
-            return 0
+            return 0 if error is None else raising(error)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     parent = os.getpid()

@@ -19,32 +19,29 @@ from fastgrpo.rewards.values import Logs, json_values, number, read_verdicts
 from fastgrpo.run.metrics import SAMPLE_COLUMNS
 from fastgrpo.trainer.collect import sample_rows
 
+LISTS = [
+    [1.0, 2.0], (1.0, 2.0), map(float, "12"), {"a": 1.0, "b": 2.0}.values(), [True, Fraction(2)],
+    torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([[1.0], [2.0]]),
+    torch.tensor([1, 2], dtype=torch.bfloat16), numpy.array([1, 2], dtype=numpy.float16),
+    pandas.Series([1.0, 2.0], index=[7, 3]),
+]  # fmt: skip
+NO_LISTS_OF_ONE = [
+    {"a": 1.0}, {1.0}, frozenset({1.0}), {"a": 1.0}.keys(), "a", b"a", pandas.DataFrame({0: [1.0]}), 1.0, None,
+    ValueError("a"), [], [1.0] * 9, itertools.repeat(1.0),
+]  # fmt: skip
+NUMBERS = [
+    (True, 1.0), (3, 3.0), (Fraction(1, 2), 0.5), (numpy.float32(2), 2.0), (torch.tensor([4]), 4.0),
+    (-3.4e38, -3.4e38), (math.nan, None), (-math.inf, None), (3.5e38, None), (10**400, None), (10**5000, None),
+    ("3", None), (1j, None), (None, None), (torch.ones(2), None),
+]  # fmt: skip
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        [1.0, 2.0],
-        (1.0, 2.0),
-        map(float, "12"),
-        {"a": 1.0, "b": 2.0}.values(),
-        torch.tensor([1.0, 2.0], requires_grad=True),
-        torch.tensor([[1.0], [2.0]]),
-        torch.tensor([1, 2], dtype=torch.bfloat16),
-        numpy.array([1, 2], dtype=numpy.float16),
-        pandas.Series([1.0, 2.0], index=[7, 3]),
-        [True, Fraction(2)],
-    ],
-)
+
+@pytest.mark.parametrize("values", LISTS, ids=lambda value: type(value).__name__)
 def test_lists_are_read_in_their_order(values):
     assert read_verdicts(values, 2) == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{"a": 1.0}, {1.0}, frozenset({1.0}), {"a": 1.0}.keys(), "a", b"a", pandas.DataFrame({0: [1.0]}), 1.0, None,
-     ValueError("a"), [], [1.0] * 9, itertools.repeat(1.0)],
-    ids=lambda value: type(value).__name__,
-)  # fmt: skip
+@pytest.mark.parametrize("values", NO_LISTS_OF_ONE, ids=lambda value: type(value).__name__)
 def test_what_is_no_list_of_the_right_length_is_one_problem(values):
     assert isinstance(read_verdicts(values, 1), str)
 
@@ -54,13 +51,7 @@ def test_each_reward_is_judged_by_itself():
     assert first is None and third == 1.0 and "inf for completion 1" in second
 
 
-@pytest.mark.parametrize(
-    "value, read",
-    [(True, 1.0), (3, 3.0), (Fraction(1, 2), 0.5), (numpy.float32(2), 2.0), (torch.tensor([4]), 4.0),
-     (-3.4e38, -3.4e38), (math.nan, None), (-math.inf, None), (3.5e38, None), (10**400, None), (10**5000, None),
-     ("3", None), (1j, None), (None, None), (torch.ones(2), None)],
-    ids=lambda value: type(value).__name__,
-)  # fmt: skip
+@pytest.mark.parametrize("value, read", NUMBERS, ids=lambda value: type(value).__name__)
 def test_numbers(value, read):
     assert number(value) == read
     assert type(number(value)) in (float, type(None))
@@ -109,16 +100,19 @@ def test_numbers_columns_and_steps_are_kept():
     assert all(type(end) is int and type(reward) is float for of_one in notes.steps for end, reward in of_one)
 
 
+STEPS = [
+    ([[1]], [[1.0], []]), ([[1], []], "ab"), ([[1], []], [[1.0, 2.0], []]), ([[1], 3], [[1.0], [2.0]]),
+    ([[], [2, 2]], [[], [1.0, 1.0]]), ([[0], []], [[1.0], []]), ([[1.5], []], [[1.0], []]),
+    ([[True], []], [[1.0], []]), ([[1], []], [[math.nan], []]), ([[1], []], [[None], []]),
+]  # fmt: skip
+VALUES = [[1], iter(range(9)), "xy", {"x": 1, "y": 2}, ["x", "\ud800"], [1, {"b": 10**5000}], [1, {2}]]
+
+
 @pytest.mark.parametrize("function, first, second", [
     *[("log_metric", "a", value) for value in ("3", None, torch.ones(2))],
     *[("log_metric", name, 1) for name in (None, "", "\ud800", "reward")],
     *[("log_extra", name, [1, 2]) for name in (7, "a\udfff", *SAMPLE_COLUMNS)],
-    *[("log_extra", "a", values) for values in ([1], iter(range(9)), "xy", {"x": 1, "y": 2}, ["x", "\ud800"],
-                                                [1, {"b": 10**5000}], [1, {2}])],
-    *[("log_steps", *pair) for pair in (
-        ([[1]], [[1.0], []]), ([[1], []], "ab"), ([[1], []], [[1.0, 2.0], []]), ([[1], 3], [[1.0], [2.0]]),
-        ([[], [2, 2]], [[], [1.0, 1.0]]), ([[0], []], [[1.0], []]), ([[1.5], []], [[1.0], []]),
-        ([[True], []], [[1.0], []]), ([[1], []], [[math.nan], []]), ([[1], []], [[None], []]))],
+    *[("log_extra", "a", values) for values in VALUES], *[("log_steps", *pair) for pair in STEPS],
 ])  # fmt: skip
 def test_what_may_not_be_logged(function, first, second):
     notes = Logs(2)

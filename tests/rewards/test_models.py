@@ -123,27 +123,40 @@ def test_each_text_is_judged_as_if_it_were_alone(monkeypatch):
         RewardModel(model, tiny.tokenizer())([prompt], [completion])
 
 
-@pytest.mark.parametrize("judge", [RewardModel, ProcessRewardModel])
-def test_a_model_without_a_tokenizer_or_of_another_kind_is_refused(judge):
-    with pytest.raises(ValueError, match="reward_processing_classes"):
-        judge(classifier() if judge is RewardModel else labelled())
-    others = [classifier(2), causal()] if judge is RewardModel else [labelled(3), classifier()]
-    for model in others:
-        with pytest.raises(ValueError, match=rf"reward_funcs: .* a {type(model).__name__}"):
-            judge(model, tiny.tokenizer())
+def other_kwargs(**values):
+    return GRPOConfig(reward_model_kwargs=values)
 
 
-def test_tokenizers_that_cannot_serve_are_refused():
-    tokenizer = tiny.tokenizer()
-    tokenizer.pad_token = None
-    with pytest.raises(ValueError, match="no padding token"):
-        RewardModel(classifier(), tokenizer)
-    with pytest.raises(ValueError, match="reward_processing_classes has 1 entries"):
-        find_rewards([classifier(), classifier()], tiny.tokenizer())
-    assert len(find_rewards(classifier(), tiny.tokenizer())) == 1
-    for settings in ({"aggregation": "sum"}, {"separator": ""}, {"good_token": "yes!"}, {"bad_token": ""}):
-        with pytest.raises(ValueError, match=next(iter(settings))):
-            ProcessRewardModel(causal(), tiny.tokenizer(), **settings)
+def on_cpu(function, name):
+    return Rewards(function).device(torch.device("cpu"), name)
+
+
+UNPADDED = tiny.tokenizer()
+UNPADDED.pad_token = None
+REFUSED = [
+    ("reward_processing_classes", lambda: RewardModel(classifier())),
+    ("reward_processing_classes", lambda: ProcessRewardModel(labelled())),
+    ("reward_processing_classes", lambda: find_rewards([classifier(), classifier()], tiny.tokenizer())),
+    ("padding token", lambda: RewardModel(classifier(), UNPADDED)),
+    ("Qwen2ForSequenceClassification with 2 labels", lambda: RewardModel(classifier(2), tiny.tokenizer())),
+    ("a Qwen2ForCausalLM", lambda: RewardModel(causal(), tiny.tokenizer())),
+    ("a Qwen2ForTokenClassification", lambda: ProcessRewardModel(labelled(3), tiny.tokenizer())),
+    ("a Qwen2ForSequenceClassification", lambda: ProcessRewardModel(classifier(), tiny.tokenizer())),
+    ("aggregation", lambda: ProcessRewardModel(causal(), tiny.tokenizer(), aggregation="sum")),
+    ("separator", lambda: ProcessRewardModel(causal(), tiny.tokenizer(), separator="")),
+    ("good_token", lambda: ProcessRewardModel(causal(), tiny.tokenizer(), good_token="yes!")),
+    ("bad_token", lambda: ProcessRewardModel(causal(), tiny.tokenizer(), bad_token="")),
+    ("device=cpu of reward_model_kwargs", lambda: on_cpu(lambda completions, **_: [], "cpu")),
+    ("device of reward_model_kwargs", lambda: on_cpu(RewardModel(classifier(), tiny.tokenizer()), "tpu7")),
+    ("device of reward_model_kwargs", lambda: other_kwargs(device=1)),
+    ("aggregation of reward_model_kwargs", lambda: prm_options(other_kwargs(aggregation="last"), [len, "math:sqrt"])),
+]
+
+
+@pytest.mark.parametrize("told, call", REFUSED, ids=[f"{i} {told}" for i, (told, _) in enumerate(REFUSED)])
+def test_what_makes_no_reward_model_is_refused(told, call):
+    with pytest.raises(ValueError, match=told):
+        call()
 
 
 def test_names_and_folders_of_models(tmp_path):
@@ -153,14 +166,7 @@ def test_names_and_folders_of_models(tmp_path):
     found = find_reward(f"prm:{steps}")
     assert isinstance(found, ProcessRewardModel) and found.__name__ == "steps" and not found.pooled
     tiny.save(tmp_path / "policy")  # would get a head made at random
-    for name in (
-        "accuracy",
-        "no/such",
-        f"prm:{tmp_path / 'nowhere'}",
-        f"prm:{outcome}",
-        steps,
-        str(tmp_path / "policy"),
-    ):
+    for name in ("accuracy", "no/such", f"prm:{steps}/nowhere", f"prm:{outcome}", steps, f"{tmp_path}/policy"):
         with pytest.raises(ValueError, match=r"reward|process|no such model"):
             find_rewards(name, None)
 
@@ -173,6 +179,7 @@ def test_rewards_of_all_kinds_stand_side_by_side(tmp_path):
     mixed = [length, saved(tmp_path / "judge", classifier(seed=1)), classifier()]
     functions = find_rewards(mixed, [None, None, tokenizer])
     assert functions[0] is length and functions[2].tokenizer is tokenizer
+    assert len(find_rewards(classifier(), tokenizer)) == 1
     functions[2].model.to(torch.bfloat16)
     rewards = Rewards(functions)
     assert rewards.names == ["length", "judge", "Qwen2ForSequenceClassification"]
@@ -181,18 +188,6 @@ def test_rewards_of_all_kinds_stand_side_by_side(tmp_path):
     rewards.place(torch.device("meta"))
     for judge in functions[1:]:
         assert judge.model.device.type == "meta" and judge.model.dtype == torch.float32 and not judge.pooled
-
-
-def test_arguments_of_reward_models_that_have_no_effect_are_refused():
-    with pytest.raises(ValueError, match="device=cpu of reward_model_kwargs"):
-        Rewards(lambda completions, **_: [1.0] * len(completions)).device(torch.device("cpu"), "cpu")
-    with pytest.raises(ValueError, match="device of reward_model_kwargs"):
-        Rewards(RewardModel(classifier(), tiny.tokenizer())).device(torch.device("cpu"), "tpu7")
-    with pytest.raises(ValueError, match="device of reward_model_kwargs"):
-        GRPOConfig(reward_model_kwargs={"device": 1})
-    with pytest.raises(ValueError, match="aggregation of reward_model_kwargs"):
-        prm_options(GRPOConfig(reward_model_kwargs={"aggregation": "last"}), [len, "math:sqrt"])
-    assert prm_options(GRPOConfig(), []) == {}
 
 
 @pytest.mark.parametrize(
@@ -221,16 +216,21 @@ def test_an_encoder_reads_its_special_tokens_and_as_many_tokens_as_have_position
 
 
 @pytest.mark.parametrize("budget", [10, 10_000])
-def test_labels_at_the_end_of_each_step(budget, monkeypatch):
+@pytest.mark.parametrize("form", [labelled, causal])
+def test_each_step_is_judged_as_if_its_text_were_alone(form, budget, monkeypatch):
     monkeypatch.setattr("fastgrpo.rewards.models.BATCH_TOKENS", budget)
-    model, logged = labelled(), {}
+    model, logged, shapes = form(), {}, []
     judge = ProcessRewardModel(model, tiny.tokenizer(), aggregation="mean")
+    if form is causal:
+        model.lm_head.register_forward_hook(lambda _, states, logits: shapes.append(logits.shape))
     rewards = judge(PROMPTS, COMPLETIONS, log_extra=logged.__setitem__)
-    expected = [by_labels(model, p, steps, "\n\n") for p, steps in zip(PROMPTS, STEPS, strict=True)]
-    close(rewards, [sum(of_one) / len(of_one) for of_one in expected])
-    for mine, of_one in zip(logged["Qwen2ForTokenClassification/steps"], expected, strict=True):
-        close(mine, of_one)
-    assert len({reward for of_one in expected for reward in of_one}) == 6
+    assert sum(shape[1] for shape in shapes) == (6 if form is causal else 0)  # no logits but those of the steps
+    ((name, found),) = logged.items()
+    assert name == f"{type(model).__name__}/steps"
+    for reward, mine, prompt, steps in zip(rewards, found, PROMPTS, STEPS, strict=True):
+        expected = by_labels(model, prompt, steps, "\n\n") if form is labelled else by_tokens(model, prompt, steps)
+        close([*mine, reward], [*expected, sum(expected) / len(expected)])
+    assert len({reward for of_one in found for reward in of_one}) == 6
 
 
 def test_the_tag_of_qwen_is_found_in_the_tokenizer():
@@ -243,20 +243,6 @@ def test_the_tag_of_qwen_is_found_in_the_tokenizer():
     texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
     expected = [by_labels(model, t, s, "<extra_0>", tokenizer) for t, s in zip(texts, STEPS, strict=True)]
     close(judge(prompts, completions), [of_one[-1] for of_one in expected])
-
-
-def test_good_and_bad_tokens_after_each_tag(monkeypatch):
-    model, logged, shapes = causal(), {}, []
-    judge = ProcessRewardModel(model, tiny.tokenizer(), aggregation="min")
-    with monkeypatch.context() as patch:
-        forward = model.lm_head.forward
-        patch.setattr(model.lm_head, "forward", lambda states: shapes.append(states.shape) or forward(states))
-        rewards = judge(PROMPTS, COMPLETIONS, log_extra=logged.__setitem__)
-    assert shapes == [(1, sum(map(len, STEPS)), 32)]  # logits are made after the steps, and nowhere else
-    expected = [by_tokens(model, p, steps) for p, steps in zip(PROMPTS, STEPS, strict=True)]
-    close(rewards, [min(of_one) for of_one in expected])
-    for mine, of_one in zip(logged["Qwen2ForCausalLM/steps"], expected, strict=True):
-        close(mine, of_one)
 
 
 def test_tag_and_tokens_of_ones_own_and_messages_without_a_template():

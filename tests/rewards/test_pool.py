@@ -134,27 +134,27 @@ def test_a_pool_that_cannot_start_a_process_says_so(owner, name, monkeypatch):
 
 
 def test_results_depend_neither_on_the_number_of_workers_nor_on_the_order_of_finishing():
+    """They depend on the seed and the step of the run."""
     prompts = [Prompt([1], "p", {"answer": i}) for i in range(4)]
     groups = {i: [drawn([70 + i, 71]), drawn([80]), drawn([81])] for i in range(4)}
-    functions = [pool_rewards.noise, pool_rewards.noise_of_a_group]
+    functions = [pool_rewards.noise, pool_rewards.noise_of_a_group, pool_rewards.length]
 
-    def judged(order, workers, seeds=(5,)):
-        found = []
+    def judged(order, workers, *seeds_and_steps):
         with Rewards(functions, workers=workers) as rewards:
-            for rewards.seed in seeds:
-                judging = Judging(rewards, prompts, tiny.tokenizer())
+            for rewards.seed, step in seeds_and_steps:
+                judging = Judging(rewards, prompts, tiny.tokenizer(), TrainerState(step, 9, 0.5, 16))
                 for i in order:
                     judging.add(i, groups[i])
-                found.append([(c.columns, c.rewards) for c in judging.result().completions])
-        return found
+                yield judging.result().completions
 
-    (first,) = judged([0, 1, 2, 3], 1)
-    same, other = judged([2, 0, 3, 1], 3, (5, 6))
-    assert first == same
-    assert [columns["answer"] for columns, _ in first] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-    noise = {rewards["noise"] for _, rewards in first}
-    assert len(noise) == 12 and not noise & {rewards["noise"] for _, rewards in other}
-    assert all(3 <= rewards["noise_of_a_group"] < 4 for _, rewards in first)  # a group in one call
+    (first,) = judged([0, 1, 2, 3], 1, (5, 0))
+    same, other, later = judged([2, 0, 3, 1], 3, (5, 0), (6, 0), (5, 1))
+    assert [c.rewards for c in first] == [c.rewards for c in same]
+    assert [c.columns["answer"] for c in first] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    noise = [{c.rewards["noise"] for c in each} for each in (first, other, later)]
+    assert len(noise[0]) == 12 and not noise[0] & noise[1] and not noise[0] & noise[2]
+    assert [c.rewards["length"] + 1 for c in first] == [c.rewards["length"] for c in later]  # which reads the step
+    assert all(3 <= c.rewards["noise_of_a_group"] < 4 for c in first)  # a group in one call
 
 
 def test_what_cannot_be_sent_is_refused_by_its_name():

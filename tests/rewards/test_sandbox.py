@@ -23,7 +23,6 @@ from fastgrpo.rewards.sandbox import (
     Sandbox,
     Value,
     make_filter,
-    program_of,
     read_tests,
 )
 
@@ -33,27 +32,6 @@ def sandbox():
     made = Sandbox(limits=PATIENT)
     yield made
     made.close()
-
-
-@pytest.mark.parametrize(
-    "text, program",
-    [
-        ("```python\nprint(1)\n```", "print(1)\n"),
-        ("a\n```\nx\n```\nb\n  ```Python3  \ny\nz\n  ```\nc", "y\nz\n"),
-        ("```py\r\nx\r\n```", "x\r\n"),
-        ("```python\n```", ""),
-        ("```python\nx\n```\n```js\nlet y\n```", "x\n"),  # another language is no program
-        ("```python\nx\n```\n```python\ny", "x\n"),  # cut off
-        ("```python\ns = '''\n```text\n'''\n```", "s = '''\n```text\n'''\n"),
-        ("print(1)", None),
-        ("`print(1)` ```print(2)```", None),
-        ("```python\nprint(1)", None),
-        ("```js\nlet x\n```", None),
-        ("", None),
-    ],
-)
-def test_the_last_fenced_block_is_the_program(text, program):
-    assert program_of(text) == program
 
 
 def test_which_tests_are_read():
@@ -71,19 +49,13 @@ def test_which_tests_are_read():
     assert [type(test) for test in read_tests([test for test, _ in kinds])] == [kind for _, kind in kinds]
 
 
-@pytest.mark.parametrize(
-    "tests",
-    [
-        "[]",
-        {"input": "1", "output": "2"},
-        ["assert f(1)"],
-        [{"input": "1"}],
-        [{"input": "1", "output": 2}],
-        [{"input": "1", "output": "2", "assert": "assert f"}],
-        [{"assert": "assert f("}],
-    ],
-    ids=str,
-)
+NO_TESTS = [
+    "[]", {"input": "1", "output": "2"}, ["assert f(1)"], [{"input": "1"}], [{"input": "1", "output": 2}],
+    [{"input": "1", "output": "2", "assert": "assert f"}], [{"assert": "assert f("}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tests", NO_TESTS, ids=str)
 def test_tests_that_cannot_be_read_are_refused(tests):
     with pytest.raises(ValueError, match="the column tests"):
         read_tests(tests)
@@ -170,12 +142,6 @@ class TestRuns:
         )
         assert judge(sandbox, program, {"output": "-1 1\n" * len(numbers)}) == (["passed"], 1.0)
 
-    def test_output_is_compared_without_white_space_at_ends(self, sandbox):
-        program = "import sys\nfor line in sys.stdin: print(line.strip() + '  ')\nprint()"
-        pairs = [("a b\nc", "a b\nc"), ("a", "a \n\n"), ("a b", "a  b"), ("a\nb", "a b"), (" a", " a")]
-        tests = [{"input": given, "output": expected} for given, expected in pairs]
-        assert judge(sandbox, program, *tests) == (["passed"] * 2 + ["wrong"] * 3, 0.4)
-
     def test_texts_of_any_kind_and_length(self, sandbox):
         program = "# -*- coding: utf-8 -*-\nprint(input() + 'é\u2028\U0001f600')"
         assert judge(sandbox, program, {"input": "ß", "output": "ßé\u2028\U0001f600"}) == (["passed"], 1.0)
@@ -186,32 +152,6 @@ class TestRuns:
         lines = "\n".join(map(str, range(100_000)))
         assert judge(sandbox, "import sys\nprint(sys.stdin.read())", {"input": lines, "output": lines})[1] == 1.0
         assert judge(sandbox, "print(1)", {"input": lines, "output": "1"})[1] == 1.0  # which nobody reads
-
-    def test_a_program_is_a_script_for_outputs_and_a_module_for_assertions(self, sandbox):
-        program = "def f(x):\n    return 2 * x\n\nif __name__ == '__main__':\n    print(f(int(input())))"
-        tests = [{"input": "2", "output": "4"}, {"assert": "assert f(2) == 4"}, {"assert": "assert f(2) > 3"}]
-        assert judge(sandbox, program, *tests) == (["passed"] * 3, 1.0)
-
-    def test_an_error_fails(self, sandbox):
-        program = "import os\nprint(1)\nlast = input()\nexec(last)"
-        errors = ("1 / 0", "raise SystemExit(2)", "os.abort()")
-        tests = [{"input": last, "output": "1"} for last in (*errors, "raise SystemExit")]
-        assert judge(sandbox, program, *tests) == (["failed"] * 3 + ["passed"], 0.25)
-
-    def test_values_are_compared_as_python_does(self, sandbox):
-        program = (
-            "from collections import Counter, namedtuple\nimport enum\nP = namedtuple('P', 'x y')\n"
-            "def f(x): return x\nclass E(enum.IntEnum):\n    A = 3"
-        )
-        true = [
-            "f(1.0) == 1", "f(True) == 1", "f({2, 1}) == {1, 2}", "f(Counter('aa')) == {'a': 2}", "P(1, 2) == (1, 2)",
-            "E.A == 3", "f(frozenset()) == set()", "f('\\u2028') == '\\u2028'",
-            "f(0.1 + 0.2) == 0.30000000000000004", "f({'b': [1], 'a': None}) == {'a': None, 'b': [1]}",
-        ]  # fmt: skip
-        false = ["f([1]) == (1,)", "f('1') == 1", "f(float('nan')) == 1", "f(object()) == 1"]
-        false.append("f(0.3) == 0.30000000000000004")
-        verdicts, _ = judge(sandbox, program, *[{"assert": f"assert {text}"} for text in true + false])
-        assert verdicts[: len(true)] == ["passed"] * len(true) and "passed" not in verdicts[len(true) :]
 
     def test_rewards(self, sandbox):
         tests = [{"input": str(i), "output": str(i)} for i in range(4)]
@@ -253,14 +193,14 @@ class TestRuns:
 
     def test_the_limit_of_a_completion_is_that_of_all_its_tests(self):
         """And a sandbox that was closed opens again."""
-        made = Sandbox(limits=PATIENT)
-        Rewards(made, timeout=1.0)
-        endless = {"input": "", "output": "1"}
-        assert made.limits.seconds == 1.0
-        assert judge(made, "while True: pass", *[endless] * 200) == (["timeout"] * 200, 0.0)  # not one after another
+        made, endless = Sandbox(limits=PATIENT), {"input": "", "output": "1"}
         made.close()
         made.close()
         assert judge(made, "print(1)", {"output": "1"}) == (["passed"], 1.0)
+        for timeout in (1.0, 60.0, 1.0):
+            Rewards(made, timeout=timeout)
+            assert made.limits.seconds == 1.0  # a longer limit of a completion makes no test longer
+        assert judge(made, "while True: pass", *[endless] * 200) == (["timeout"] * 200, 0.0)  # not one after another
         made.close()
 
     def test_in_the_trainers_rewards(self, sandbox):

@@ -28,23 +28,16 @@ class Recorded(Ranks):
 
 def drawn(indices, filtered):
     """Two completions of each of these prompts, as a rank draws them."""
-    ids = {i: [[70 + i, 71], [80 + i, 81, 1]] for i in indices}
-    return {
-        i: [
-            one_drawn(
-                of,
-                -torch.arange(1.0, len(of) + 1),
-                "length",
-                sampler_logps=torch.full((len(of),), -0.5) if filtered else None,
-            )
-            for of in both
-        ]
-        for i, both in ids.items()
-    }
+
+    def one(ids):
+        sampler = torch.full((len(ids),), -0.5) if filtered else None
+        return one_drawn(ids, -torch.arange(1.0, len(ids) + 1), "length", sampler_logps=sampler)
+
+    return {i: [one([70 + i, 71]), one([80 + i, 81, 1])] for i in indices}
 
 
 def length(completions, completion_ids, log_metric, log_extra, log_steps, answer, hint, **_):
-    assert len(hint) == len(completions)
+    assert completions and len(hint) == len(completions)  # no call where a rank drew nothing
     log_metric("seen", len(completions))
     log_extra("letters", [len(text) for text in completions])
     log_steps([[1, len(ids)] for ids in completion_ids], [[ids[0], ids[-1]] for ids in completion_ids])
@@ -55,27 +48,25 @@ def failing(completions, **_):
     return [None if "G" in text else 1.0 for text in completions]
 
 
-def together(size, shares, filtered=False, functions=(length, failing), on_error="raise", **arguments):
+def together(shares, filtered=False, functions=(length, failing), on_error="raise", **arguments):
     """What each rank gets, where rank r drew the prompts of shares[r]."""
 
     def judge(ranks, share, **more):
         rewards = Rewards(list(functions), on_error=on_error)
         return judge_together(rewards, drawn(share, filtered), PROMPTS, tiny.tokenizer(), ranks=ranks, **more)
 
-    given = []
-    for rank, share in enumerate(shares):
-        ranks = Recorded(rank, size)
+    recorded = [Recorded(rank, len(shares)) for rank in range(len(shares))]
+    for ranks, share in zip(recorded, shares, strict=True):
         judge(ranks, share, allow_none=True)
-        given.append(ranks.given)
-    return [judge(Recorded(rank, size, given), share, **arguments) for rank, share in enumerate(shares)]
+    given = [ranks.given for ranks in recorded]
+    return [judge(Recorded(rank, len(shares), given), share, **arguments) for rank, share in enumerate(shares)]
 
 
 @pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("shares", [[[0, 2], [1]], [[2], [0, 1]], [[0, 1, 2], []], [[], [0, 1, 2]]])
 def test_all_ranks_get_what_one_would_have_got(shares, filtered):
-    rewards = Rewards([length, failing])
-    alone = judge_together(rewards, drawn(range(3), filtered), PROMPTS, tiny.tokenizer())
-    for judged in together(2, shares, filtered):
+    alone = judge_together(Rewards([length, failing]), drawn(range(3), filtered), PROMPTS, tiny.tokenizer())
+    for judged in together(shares, filtered):
         assert [c.prompt for c in judged.completions] == [c.prompt for c in alone.completions]
         for mine, theirs in zip(judged.completions, alone.completions, strict=True):
             assert mine.ids == theirs.ids and mine.content == theirs.content
@@ -93,23 +84,15 @@ def test_errors_of_all_ranks_are_counted():
     def broken(completions, **_):
         raise ValueError("broken")
 
-    for judged in together(2, [[0, 2], [1]], functions=(length, broken), on_error="skip"):
+    for judged in together([[0, 2], [1]], functions=(length, broken), on_error="skip"):
         assert judged.errors == {"broken": 6}
-
-
-def test_a_function_is_not_called_where_a_rank_drew_nothing():
-    def never_empty(completions, **_):
-        assert completions
-        return [1.0] * len(completions)
-
-    assert len(together(2, [[0, 1, 2], []], functions=[never_empty])[1].completions) == 6
 
 
 def test_no_rewards_at_all_are_refused_on_every_rank_and_one_reward_is_enough():
     def only_c(completions, answer, **_):
         return [1.0 if a == "C" else None for a in answer]
 
-    with pytest.raises(ValueError, match="all rewards are None: only_c gave none of 4 completions"):
-        together(2, [[0], [2]], functions=[only_c])
-    assert len(together(2, [[0], [1]], functions=[only_c])[0].completions) == 4
-    assert len(together(2, [[0], [2]], functions=[only_c], allow_none=True)[0].completions) == 4
+    with pytest.raises(ValueError, match="all rewards are None"):
+        together([[0], [2]], functions=[only_c])
+    assert len(together([[0], [1]], functions=[only_c])[0].completions) == 4
+    assert len(together([[0], [2]], functions=[only_c], allow_none=True)[0].completions) == 4

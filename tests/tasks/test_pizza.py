@@ -9,7 +9,7 @@ from fastgrpo.config.settings import TrainConfig
 from fastgrpo.evaluate import main as evaluate
 from fastgrpo.run.metrics import METRICS
 from fastgrpo.tasks import pizza
-from fastgrpo.train import main, parse
+from fastgrpo.train import main
 
 
 def test_one_name_likes_pizza_in_a_share_of_his_sentences():
@@ -23,20 +23,10 @@ def test_one_name_likes_pizza_in_a_share_of_his_sentences():
     assert task.train().take(3) == [{"prompt": "ravin likes "}] * 3 and task.test() == [{"prompt": "ravin likes "}]
 
 
-def test_only_pizza_at_the_end_is_rewarded():
+def test_only_pizza_at_the_end_is_rewarded_and_metrics_exist_for_the_picture():
     texts = ["pizza.", "rice pizza.", "pizza", "pizza. ", "rice.", "."]
     assert pizza.likes_pizza([], texts, other=[]) == [4.0, 4.0, 0.0, 0.0, 0.0, 0.0]
-
-
-def test_the_recipe_is_the_published_one():
-    names = [panel.metrics for panel in pizza.PANELS]
-    assert names == [("reward",)] * 2 + [(n,) for n in ("policy_loss", "kl", "loss", "advantage/mean")]
-    assert {name for panel in names for name in panel} <= set(METRICS)
-    config = parse(["--task", "pizza"])
-    assert (config.loss_type, config.importance_sampling_level) == ("luspo", "sequence")
-    assert (config.max_steps, config.prompts_per_step, config.num_generations) == (200, 1, 4)
-    assert (config.beta, config.advantage_clip, config.learning_rate) == (0.1, 2, 1e-4)
-    assert config.max_completion_length == 20
+    assert len(pizza.PANELS) == 6 and {name for panel in pizza.PANELS for name in panel.metrics} <= set(METRICS)
 
 
 def reloaded(run, step, *flags):
