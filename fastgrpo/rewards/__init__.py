@@ -1,8 +1,7 @@
-"""Reward functions: how they are found, called and checked, and the functions that come with tasks.
+"""Reward functions: find, call and check them; and the functions of the tasks.
 
-`find_reward` finds one by its name: an existing folder and ORG/MODEL are reward models, prm: with one of them is a
-process reward model, sandbox: runs programs, http://HOST:PORT/PATH is a scorer on a server, and module:function is a
-function.
+`find_reward` finds one by name: a folder or ORG/MODEL is a reward model, with prm: before it a process reward model.
+sandbox: runs programs, http://HOST:PORT/PATH is a server, and module:function is a function.
 """
 
 import importlib
@@ -26,17 +25,17 @@ def find_reward(
 
     Args:
         spec: The name of one of `known`, "module:function", the folder or hub id (ORG/MODEL) of a reward model, "prm:"
-            with that of a process reward model, the URL of a server (http://HOST:PORT/PATH), "sandbox:python" or
+            before it for a process reward model, the URL of a server (http://HOST:PORT/PATH), "sandbox:python" or
             "sandbox:python-all".
         known: The task's own functions.
-        trust_remote_code: Whether Python code that comes with a reward model may run.
+        trust_remote_code: Run Python code that comes with a reward model.
         prm: Further arguments of `ProcessRewardModel`.
 
     Returns:
         The function.
 
     Raises:
-        ValueError: There is no such name, module or function, or this machine cannot run the sandbox.
+        ValueError: The name, module or function does not exist, or this machine cannot run the sandbox.
     """
     by_name = {function.__name__: function for function in known}
     if spec in by_name:
@@ -122,5 +121,5 @@ def prm_options(config: Any, rewards: Any) -> dict[str, Any]:
 
 
 def names_model(name: str) -> bool:
-    """Tell whether a name is that of a reward model and not of a function."""
+    """Return whether a name is a reward model, not a function."""
     return Path(name).is_dir() or (":" not in name and "/" in name and not name.endswith(".py"))

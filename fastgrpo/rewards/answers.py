@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from fastgrpo.rewards.symbolic import MAX_LENGTH, same_values
 
-# The text of a model is untrusted input: one of a million characters must not stall a step.
+# The text of a model is untrusted: a million characters must not stall a step.
 MAX_TEXT_LENGTH = 200_000  # characters at the end of a text in which the last marker is looked for
 MAX_NUMBER_LENGTH = 64  # characters
 
@@ -174,10 +174,10 @@ def completion_text(completion: str | list[dict]) -> str:
 
 
 def extract_answer(text: str) -> str:
-    r"""Return what the last marker of a text holds, or the text itself where it has no marker.
+    r"""Return the content of the last marker of a text, or the text if it has no marker.
 
-    A tag or a brace that is left open reaches to the end of the text, and ``####`` to the end of its line. Only the
-    last ``MAX_TEXT_LENGTH`` characters are read.
+    An open tag or brace extends to the end of the text, and ``####`` to the end of its line. Only the last
+    ``MAX_TEXT_LENGTH`` characters are read.
 
     Examples:
         >>> extract_answer(r"#### 41, no, \boxed{\frac{1}{2}} indeed")
@@ -201,7 +201,7 @@ def extract_answer(text: str) -> str:
 
 
 def read_number(text: str) -> Fraction | None:
-    r"""Return the value of the final answer of a text, or None where it has none that can be read.
+    r"""Return the value of the final answer of a text, or None if it cannot be read.
 
     Thousands separators, signs, decimals, currency, scientific notation, fractions and mixed numbers are read, plain
     or in LaTeX. A percent sign and a unit are dropped. The value is exact. It is None where the number is part of an
@@ -218,9 +218,9 @@ def read_number(text: str) -> Fraction | None:
 
 
 def final_answer(text: str) -> Fraction | str | None:
-    r"""Return what a text votes for in a majority vote: the value of its final answer.
+    r"""Return the vote of a text in a majority vote: the value of its final answer.
 
-    Where it has none, it is what the last marker holds, as a string without spaces, and None where there is no answer.
+    Without a value, return the content of the last marker without spaces; without an answer, None.
 
     Examples:
         >>> [final_answer(text) for text in ("so 7/14", r"\boxed{x + 1}", "I do not know")]
@@ -233,13 +233,13 @@ def final_answer(text: str) -> Fraction | str | None:
 
 
 def answers_match(text: str, reference: str) -> bool | None:
-    r"""Tell whether the final answers of a text and of its reference have the same value.
+    r"""Return whether the final answers of a text and its reference have the same value.
 
     Numbers are compared exactly (``0.50`` is ``1/2``, ``0.33`` is not ``1/3``). Where either answer is an expression,
     math-verify compares them (`fastgrpo.rewards.symbolic`).
 
-    An answer that cannot be read, or exceeds the limits, is wrong. The result is None where the reference gives nothing
-    to compare with: it has no digit, or it is an expression that cannot be read and the answer is not the same text.
+    An answer that cannot be read, or exceeds the limits, is wrong. The result is None if the reference has no digit,
+    or is an unreadable expression that differs from the answer.
 
     Examples:
         >>> answers_match("<answer>75%</answer>", "#### 75")

@@ -1,4 +1,4 @@
-"""Reward functions: calling them as TRL does, and checking what they return."""
+"""Calls reward functions as TRL does, and checks their results."""
 
 import dataclasses
 import hashlib
@@ -42,7 +42,7 @@ class Judged:
 
 
 def reward_matrix(completions: Sequence[Sample]) -> torch.Tensor:
-    """Put the rewards of completions side by side: [S, F] fp64, NaN where a function gave no verdict."""
+    """Return the rewards of completions, [S, F] fp64, NaN where a function returned None."""
     return torch.tensor([list(completion.rewards.values()) for completion in completions], dtype=torch.float64)
 
 
@@ -50,14 +50,13 @@ class Rewards:
     """Named reward functions and their weights.
 
     A function is called as `f(prompts=, completions=, completion_ids=, trainer_state=, log_metric=, log_extra=,
-    log_steps=, **columns)` with one item a completion, and returns one float a completion, None where it gives no
-    verdict. It may be async. What it returns may also be a tuple, a generator, a 1-d tensor or array, or a pandas
-    Series.
+    log_steps=, **columns)` with one item per completion. It returns a list, tuple, generator, 1-d tensor or array, or
+    pandas Series with one float or None per completion. It may be async.
 
-    A function gets copies made for it, so it may change them. It may draw from the global random generators, which are
-    seeded and saved with the run. After it, the working directory and the modes of torch are restored. Whatever it
-    raises counts as its failure, except KeyboardInterrupt, which ends the run. Its name is its `__name__`; a second one
-    of the same name is name_2.
+    A function gets its own copies, so it may change them. It may use the global random generators, which are seeded and
+    saved with the run. Afterwards the working directory and the modes of torch are restored. Every exception is a
+    failure of the function, except KeyboardInterrupt. Its name is its `__name__`; a second function of the same name is
+    name_2.
 
     With a time limit or workers, functions run in other processes (`begin`), usually with one completion a call.
     """
@@ -102,7 +101,7 @@ class Rewards:
 
     @property
     def models(self) -> list[Judge]:
-        """The functions that are models."""
+        """The functions that are reward models."""
         return [function for function in self.functions if isinstance(function, Judge)]
 
     def device(self, policy: torch.device, name: str = "auto") -> torch.device:
@@ -128,7 +127,7 @@ class Rewards:
         self.close()
 
     def close(self) -> None:
-        """End what the functions keep open: processes and connections. They open again where they are called again."""
+        """Close the processes and connections of the functions. A later call opens them again."""
         if self.pool is not None:
             self.pool.close()
         for function in self.functions:
@@ -142,11 +141,11 @@ class Rewards:
         columns: Iterable[str] = (),
         key: int = 0,
     ) -> dict[str, list[tuple[int, Future]]]:
-        """Begin to judge completions in other processes: by function, calls with how many completions each judges.
+        """Start to judge completions in other processes. Return calls and their numbers of completions by function.
 
-        A plain function gets one completion at a time, so that the limit is that of a completion. One with the
-        attribute `group_wise = True` gets all at once, with as many times the limit. The calls of an async one run at
-        the same time. The seed of a call depends on its place in the run, not on the process that makes it.
+        A plain function gets one completion per call, so the limit holds per completion. A function with the attribute
+        `group_wise = True` gets all in one call, with a multiple of the limit. Calls of an async function run
+        concurrently. The seed of a call depends on its position in the run, not on the process.
         """
         if self.pool is None:
             return {}
@@ -229,7 +228,7 @@ class Rewards:
         return Judged(done, errors, dict(logged), timeouts)
 
     def _warn_unjudged(self, completions):
-        """Warn once of a completion without any reward."""
+        """Warn once about a completion without any reward."""
         unjudged = next((c for c in completions if all(map(math.isnan, c.rewards.values()))), None)
         if unjudged is not None and not self.warned:
             self.warned = True
@@ -240,7 +239,7 @@ class Rewards:
             )
 
     def refuse_none(self, completions: Sequence[Sample]) -> None:
-        """Refuse completions of which none has a reward, unless failures are skipped."""
+        """Raise if no completion has a reward, unless failures are skipped."""
         if self.on_error == "raise" and reward_matrix(completions)[:, : self.judges].isnan().all():
             raise ValueError(
                 f"all rewards are None: {', '.join(self.names[: self.judges])} gave none of {len(completions)} "
@@ -248,7 +247,7 @@ class Rewards:
             )
 
     def _checked(self, name, verdicts, completions, errors, timeouts):
-        """Return the rewards of one function, [S] fp64. `verdicts` are as `read_verdicts` gives them, or a failure."""
+        """Return the rewards of one function, [S] fp64. `verdicts` come from `read_verdicts`, or are a failure."""
         rewards = torch.full((len(completions),), math.nan, dtype=torch.float64)
         if isinstance(verdicts, (str, Failure)):
             self._fail(name, verdicts, completions, errors)
@@ -278,13 +277,13 @@ class Rewards:
         ) from cause
 
     def total(self, per_function: torch.Tensor) -> torch.Tensor:
-        """Add up the verdicts that were given, by weight: [S, F] to [S] fp64, NaN where there is none."""
+        """Return the weighted sum of the rewards that are not NaN: [S, F] to [S] fp64, NaN where all are."""
         total = (per_function * self.weights).nansum(1)
         return torch.where(per_function.isnan().all(1), math.nan, total)
 
 
 def rewards_settings(config: Any) -> dict[str, Any]:
-    """Read from settings how reward functions are called."""
+    """Return the arguments of `Rewards` from settings."""
     return {
         "on_error": config.reward_errors,
         "timeout": config.reward_timeout,
@@ -294,7 +293,7 @@ def rewards_settings(config: Any) -> dict[str, Any]:
 
 
 def _beyond(steps, completions):
-    """Say which steps of a function end after their completion, as a problem; None where none does."""
+    """Describe steps that end after their completion, or return None."""
     for i, (of_one, completion) in enumerate(zip(steps, completions, strict=True)):
         if of_one and of_one[-1][0] > len(completion.ids):
             tokens = len(completion.ids)
@@ -303,14 +302,14 @@ def _beyond(steps, completions):
 
 
 def _call(function, completions, trainer_state, notes, columns):
-    """Call a function with copies made for it alone."""
+    """Call a function with its own copies."""
     given = {name: [copied(item) for item in items] for name, items in arguments(completions, columns).items()}
     logs = {name: getattr(notes, name) for name in LOGS}
     return function(**given | logs | {"trainer_state": copied(trainer_state)})
 
 
 def check_function(function: Any) -> None:
-    """Refuse what cannot be called as a reward function."""
+    """Raise ValueError for an object that is not a reward function."""
     if isinstance(function, type | PreTrainedModel) or not callable(function):
         raise ValueError(
             f"reward_funcs: {shown(function)} of type {type(function).__name__} is no function; pass a function "
@@ -320,7 +319,7 @@ def check_function(function: Any) -> None:
         )
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some callables of C do not tell
+    except (TypeError, ValueError):  # some C callables have no signature
         return
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         name = getattr(function, "__name__", type(function).__name__)
@@ -332,7 +331,7 @@ def check_function(function: Any) -> None:
 
 
 def names_of(functions: Sequence[Callable]) -> list[str]:
-    """Name each function; those that share a name are told apart by a number."""
+    """Name each function; number those that share a name."""
     names = []
     for function in map(_innermost, functions):
         name = getattr(function, "__name__", type(function).__name__)
@@ -347,12 +346,12 @@ def _innermost(function):
 
 
 def pooled(function: Callable) -> bool:
-    """Tell whether a pool may run a function; one that brings a model or processes of its own says that it may not."""
+    """Return whether a pool may run a function. One with its own model or processes has `pooled = False`."""
     return getattr(function, "pooled", True)
 
 
 def arguments(completions: Sequence[Sample], columns: Iterable[str]) -> dict[str, list]:
-    """Make the arguments of a call that have one item a completion."""
+    """Return the arguments of a call that have one item per completion."""
     names = dict.fromkeys([*columns, *(name for completion in completions for name in completion.columns)])
     given = {name: [completion.columns.get(name) for completion in completions] for name in names}
     return given | {
@@ -375,7 +374,7 @@ def _collect(calls, notes):
 
 
 def _read(outcome, notes, count):
-    """Read what a call returned and logged. Raises ValueError where it logged what cannot be logged."""
+    """Read the result and the logs of a call. Raises ValueError for logs that cannot be written."""
     result, logged = outcome
     for name, args, named in logged:
         getattr(notes, name)(*args, **named)
@@ -383,9 +382,9 @@ def _read(outcome, notes, count):
 
 
 class Judging:
-    """Judges groups of completions as they come, where other processes can, and gathers what all ranks drew.
+    """Judges groups of completions as they finish, if other processes can, and gathers those of all ranks.
 
-    A reward function that runs in this process sees the completions of its own rank in one call.
+    A reward function in this process gets the completions of its own rank in one call.
     """
 
     def __init__(
@@ -402,12 +401,12 @@ class Judging:
         self.groups, self.begun = {}, {}
 
     def add(self, i: int, rollouts: Sequence[Sample]) -> None:
-        """Take what this rank drew for a prompt, and begin to judge it."""
+        """Add the group that this rank drew for a prompt, and start to judge it."""
         self.groups[i] = group = [with_text(rollout, self.prompts[i], self.tokenizer) for rollout in rollouts]
         self.begun[i] = self.rewards.begin(group, self.state, self.columns, i)
 
     def result(self, allow_none: bool = False) -> Judged:
-        """Wait for the verdicts, and gather those of all ranks."""
+        """Wait for the rewards, and gather those of all ranks."""
         mine, begun = sorted(self.groups), defaultdict(list)
         completions = [completion for i in mine for completion in self.groups[i]]
         for i in mine:
@@ -447,7 +446,7 @@ def judge_together(
     ranks: Ranks = ALONE,
     allow_none: bool = False,
 ) -> Judged:
-    """Judge what this rank drew, and gather what all ranks drew."""
+    """Judge the completions of this rank, and gather those of all ranks."""
     judging = Judging(rewards, prompts, tokenizer, trainer_state, ranks)
     for i, rollouts in drawn.items():
         judging.add(i, rollouts)

@@ -1,8 +1,8 @@
 """The reward functions of countdown: an expression of the given numbers that has the target as its value.
 
-The text of a model is untrusted input and is never run. Python's parser turns it into a tree, of which whole numbers
-and the four operations alone are allowed, and the tree is computed in exact fractions. The limits on length and depth
-bound what a text can cost. The columns `nums` and `target` have the numbers of each puzzle and the number to reach.
+The text of a model is untrusted and never runs. Python's parser turns it into a tree with only whole numbers and the
+four operations, which is computed in exact fractions. Limits on length and depth bound the cost. The columns `nums` and
+`target` hold the numbers of each puzzle and its target.
 """
 
 import ast
@@ -25,10 +25,10 @@ _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 
 
 def correctness(prompts: list, completions: list, nums: list, target: list, **columns: Any) -> list[float]:
-    """Give 1.0 for an expression that has the target as its value and uses each number at most once, else 0.0.
+    """Return 1.0 for an expression that equals the target and uses each number at most once, else 0.0.
 
     Raises:
-        ValueError: A row has something else than whole numbers in one of the columns.
+        ValueError: One of the columns does not hold whole numbers.
 
     Examples:
         >>> correctness(["?"] * 2, ["<answer>(3+7)*2</answer>", "<answer>3+7+7</answer>"], [[2, 3, 7]] * 2, [20, 17])
@@ -39,10 +39,10 @@ def correctness(prompts: list, completions: list, nums: list, target: list, **co
 
 
 def format_reward(prompts: list, completions: list, nums: list, **columns: Any) -> list[float]:
-    """Give 0.1 for an answer that uses each number at most once, whatever its value, else 0.0.
+    """Return 0.1 for an answer that uses each number at most once, with any value, else 0.0.
 
     Raises:
-        ValueError: A row has something else than a list of whole numbers in the column `nums`.
+        ValueError: The column `nums` does not hold a list of whole numbers.
     """
     return [FORMAT_REWARD * (value is not None) for value in _values(completions, nums)]
 
@@ -51,7 +51,7 @@ format_reward.full_mark = FORMAT_REWARD  # the format rate of an evaluation is t
 
 
 def _values(completions, nums):
-    """Compute the answer of each completion; None stands for no value."""
+    """Compute the answer of each completion, or None."""
     texts = [completion_text(completion) for completion in completions]
     return [answer_value(text, _numbers(numbers)) for text, numbers in zip(texts, nums, strict=True)]
 
@@ -65,7 +65,7 @@ def _numbers(value):
 
 
 def _whole(column, value):
-    """Read a whole number of a column. A data frame may hold it as a float."""
+    """Read a whole number of a column, which may be a float in a data frame."""
     number = plain(value)
     if isinstance(number, bool) or not (isinstance(number, int) or (isinstance(number, float) and number.is_integer())):
         raise ValueError(f"column {column} must hold whole numbers in each row, got {shown(value)}")
@@ -75,9 +75,9 @@ def _whole(column, value):
 def answer_value(text: str, numbers: list[int]) -> Fraction | None:
     """Compute the expression in the last ``<answer>...</answer>`` of a text.
 
-    It may use each of `numbers` as often as it stands there. The value is exact. It is None where there is no such
-    answer, it is no expression of whole numbers with + - * / and brackets, it is beyond ``MAX_LENGTH`` or
-    ``MAX_DEPTH``, it uses other numbers, or it divides by zero.
+    It may use each of `numbers` as often as listed. The value is exact. It is None if there is no answer, the answer is
+    not an expression of whole numbers with + - * / and brackets, exceeds ``MAX_LENGTH`` or ``MAX_DEPTH``, uses other
+    numbers, or divides by zero.
 
     Examples:
         >>> answer_value("3/2 is 1.5, so <answer>3/2*7</answer>", [2, 3, 7])
@@ -99,7 +99,7 @@ def answer_value(text: str, numbers: list[int]) -> Fraction | None:
 
 
 class _Unreadable(Exception):
-    """The tree is no expression of whole numbers and the four operations, or is too deep."""
+    """The tree is not an expression of whole numbers and the four operations, or is too deep."""
 
 
 def _value(node: ast.expr, used: list[int], depth: int) -> Fraction:

@@ -1,11 +1,11 @@
-"""The reward functions of GSM8K: a correct value, right digits, the requested format, and an end in time.
+"""The reward functions of GSM8K: correctness, right digits, format and length.
 
-Their sum cannot teach a model to say nothing: an empty completion gets `-LENGTH_PENALTY`, and no completion gets less.
+An empty completion gets the smallest possible sum, `-LENGTH_PENALTY`, so a model cannot learn to write nothing.
 
-Each is called as TRL calls reward functions: ``reward(prompts, completions, completion_ids=..., trainer_state=...,
-**columns)``. Completions are strings or lists of messages. `answer` has the references: texts such as ``#### 42``, or
-only the answer. Each argument but the trainer state has one item per completion, and so has the list that is returned;
-a list of another length raises ValueError.
+They are called as in TRL: ``reward(prompts, completions, completion_ids=..., trainer_state=..., **columns)``.
+Completions are strings or lists of messages. `answer` holds the references: texts such as ``#### 42``, or only the
+answer. Each argument except the trainer state has one item per completion, and so has the result; another length raises
+ValueError.
 """
 
 import re
@@ -15,15 +15,15 @@ from fastgrpo.rewards.answers import answers_match, completion_text, read_number
 
 FORMAT_STEP = 0.1
 SOFT_LIMIT = 0.8  # length_reward begins to fall at this share of the completion limit
-LENGTH_PENALTY = FORMAT_STEP  # one tag outweighs it, so that a completion that is too long is still worth a try
+LENGTH_PENALTY = FORMAT_STEP  # less than one tag is worth, so that a long completion can still earn a reward
 
 _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 
 
 def correctness(prompts: list, completions: list, answer: list, **columns: list) -> list[float | None]:
-    r"""Give 1.0 for the value of the reference, and 0.0 for another value or for none that can be read.
+    r"""Return 1.0 for the value of the reference, and 0.0 for another or an unreadable value.
 
-    It is None, which leaves the completion unjudged, where the reference has no digit or cannot be read.
+    Return None, which leaves the completion unjudged, if the reference has no digit or cannot be read.
 
     Examples:
         >>> correctness(["6 x 7?"] * 2, ["<answer>42</answer>", "#### 41"], answer=["6 x 7 = 42\n#### 42"] * 2)
@@ -37,11 +37,10 @@ def correctness(prompts: list, completions: list, answer: list, **columns: list)
 
 
 def format_reward(prompts: list, completions: list, **columns: list) -> list[float]:
-    """Give 0.1 for each tag of ``<think>...</think><answer>...</answer>``, and 0.1 for a number in the answer.
+    """Return 0.1 for each tag of ``<think>...</think><answer>...</answer>``, and 0.1 for a number in the answer.
 
-    A tag counts where it appears exactly once and on the right side of its partner: an opening tag with no closing tag
-    before it, a closing tag with an opening tag before it. The number counts where the last ``<answer>``, closed or
-    not, holds a number that ``read_number`` reads.
+    A tag counts if it appears exactly once, and on the right side of its partner. The number counts if the last
+    ``<answer>``, closed or not, holds a number that ``read_number`` reads.
 
     Examples:
         >>> format_reward(["6 x 7?"] * 2, ["<think>6 x 7</think><answer>42</answer>", "42"])
@@ -65,12 +64,10 @@ def _format_steps(text: str) -> int:
 
 
 def digits_reward(prompts: list, completions: list, answer: list, **columns: list) -> list[float]:
-    """Give the share of digits that are right in their places, counted from the units.
+    """Return the share of digits that are right in their places, counted from the units.
 
-    It is for references that are whole numbers, and reads the number that `format_reward` counts. Missing digits, and
-    digits beyond the length of the reference, count as wrong.
-
-    It is 0.0 where the completion or its reference holds no whole number.
+    Reads the number that `format_reward` counts; references must be whole numbers. Missing digits, and digits beyond
+    the length of the reference, are wrong. Returns 0.0 if the completion or its reference holds no whole number.
 
     Examples:
         >>> digits_reward(["?"] * 3, ["<answer>43</answer>", "<answer>3</answer>", "23"], ["#### 23"] * 3)
@@ -86,7 +83,7 @@ def digits_reward(prompts: list, completions: list, answer: list, **columns: lis
 
 
 def _digits(text: str) -> str:
-    """Return the whole number that a text ends in, or an empty text where it is none."""
+    """Return the whole number at the end of a text, or an empty text."""
     value = read_number(text)
     return str(value) if value is not None and value.denominator == 1 else ""
 
@@ -94,13 +91,13 @@ def _digits(text: str) -> str:
 def length_reward(
     prompts: list, completions: list, *, completion_ids: list[list[int]], trainer_state: Any, **columns: list
 ) -> list[float]:
-    """Punish a completion that comes near the limit at which it would be truncated, or that is empty.
+    """Punish a completion near the length limit, or an empty one.
 
     The reward is 0.0 up to ``SOFT_LIMIT`` of the limit and falls linearly to ``-LENGTH_PENALTY`` at the limit. This is
-    the soft overlong punishment of DAPO (arXiv 2503.14476, equation 13) on a smaller scale. A completion without text
-    gets ``-LENGTH_PENALTY`` too: otherwise silence would be the best answer to a problem that the model cannot solve.
+    the soft overlong punishment of DAPO (arXiv 2503.14476, equation 13) on a smaller scale. An empty completion
+    gets ``-LENGTH_PENALTY`` too: otherwise it would be the best answer to a problem that the model cannot solve.
 
-    The limit, in tokens, is `trainer_state.max_completion_length`. Raises ValueError where that is not positive.
+    The limit, in tokens, is `trainer_state.max_completion_length`. Raises ValueError if it is not positive.
 
     Examples:
         >>> from types import SimpleNamespace

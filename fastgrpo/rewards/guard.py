@@ -1,7 +1,7 @@
-"""The boundary around reward functions: what they raise becomes a value, and the modes that they change are put back.
+"""Runs reward functions safely: exceptions become values, and changed modes are restored.
 
-A reward function is code of the user's own. It may raise anything, leave the process in another mode than it found it
-in, or fork. `attempt` is the one way in which the package runs such code.
+A reward function is the user's code. It may raise anything, change modes of the process, or fork. The package runs such
+code only through `attempt`.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ os.register_at_fork(after_in_child=lambda: vars(_OWN).clear())  # two processes 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a reward function raised: the exception (None from another process), and its description on one line."""
+    """The failure of a reward function: the exception (None from another process), and its description on one line."""
 
     error: BaseException | None
     told: str = ""
@@ -36,7 +36,7 @@ class Failure:
 
 
 def described(error: BaseException) -> Failure:
-    """Describe an exception and where it was raised, so that it can be sent."""
+    """Describe an exception and its location, in a form that can be sent."""
     frames = traceback.extract_tb(error.__traceback__)
     while isinstance(error, BaseExceptionGroup):  # as asyncio.TaskGroup raises them
         error = error.exceptions[0]
@@ -53,8 +53,8 @@ def described(error: BaseException) -> Failure:
 def attempt(call: Callable[[], Any]) -> Any:
     """Run code of a reward function.
 
-    Afterwards the working directory and the modes of torch are those from before. A process that the code forked ends
-    with it, because two processes must not go on with one run.
+    Restores the working directory and the modes of torch. A process that the code forked exits here, because two
+    processes must not continue one run.
     """
     process = os.getpid()
     try:
@@ -63,7 +63,7 @@ def attempt(call: Callable[[], Any]) -> Any:
     except BaseException as error:
         result = Failure(error)
     error = result.error if isinstance(result, Failure) else None
-    if os.getpid() != process:  # it ends as Python would end it, without the cleaning up of the run
+    if os.getpid() != process:  # exit as Python would, without the cleanup of the run
         code = error.code if isinstance(error, SystemExit) else int(error is not None)
         if not isinstance(error, SystemExit | None):
             traceback.print_exception(error)
@@ -77,7 +77,7 @@ def attempt(call: Callable[[], Any]) -> Any:
 def modes_kept() -> Iterator[None]:
     """Make a context that restores the working directory and torch's modes: gradients, inference, autocast, and so on.
 
-    The random generators are not among them.
+    It does not restore the random generators.
     """
     import torch  # here, because the processes of a pool do not need it
 
@@ -113,8 +113,8 @@ def modes_kept() -> Iterator[None]:
 def awaited(results: Sequence[Any]) -> list[Any]:
     """Await the results of async reward functions, all at once.
 
-    One event loop serves all calls from a thread, because a client or a semaphore that a function keeps works only in
-    the loop in which it was used first. Where a function ends the loop, the next call has another.
+    All calls of a thread use one event loop, because a client or semaphore works only in the loop of its first use. If
+    a function closes the loop, the next call creates another.
     """
     done, pending = list(results), [i for i, result in enumerate(results) if inspect.isawaitable(result)]
 
@@ -138,7 +138,7 @@ def awaited(results: Sequence[Any]) -> list[Any]:
 
 
 def _run(function):
-    """Run an async function in the loop of this thread; in another thread where a loop runs here, as in a notebook."""
+    """Run an async function in the loop of this thread, or in another thread if a loop is running, as in a notebook."""
     if not hasattr(_OWN, "loop"):
         _OWN.loop = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         atexit.register(_OWN.loop.close)
@@ -165,15 +165,15 @@ def _run(function):
 
 
 def cores() -> int:
-    """Count the cores that this rank may keep busy."""
+    """Return the number of cores that this rank may use."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets it
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def listed(values: Any, count: int) -> list | None:
-    """Read a list, or anything that gives its items in order: a tuple, a generator, a 1-d tensor, a pandas Series.
+    """Read a list, tuple, generator, 1-d tensor or pandas Series as a list.
 
-    What is not meant as a list but can be iterated over is refused: text, a dict, a set, a data frame.
+    Other iterables are refused: text, a dict, a set, a data frame.
     """
     no_list = isinstance(values, (str, bytes, bytearray, Mapping, Set)) or hasattr(values, "columns")
     if no_list or not hasattr(values, "__iter__"):
@@ -190,7 +190,7 @@ def plain(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Show the beginning of a value on one line, for an error message."""
+    """Format the start of a value on one line, for an error message."""
     try:
         return " ".join(repr(value).split())[:60]
     except Exception:  # such as that of an integer of more than 4,300 digits

@@ -1,8 +1,8 @@
-"""A scorer on a server: completions go there by HTTP, and rewards come back.
+"""Rewards from a server over HTTP.
 
-A request is `POST URL` with JSON: {"prompts": [...], "completions": [...], and the columns of the rows by name}, one
-item a completion. The answer is a list of as many numbers, with null where the server gives no verdict, or an object
-that has this list as "rewards".
+A request is `POST URL` with JSON: {"prompts": [...], "completions": [...], and the columns of the rows by name}, with
+one item per completion. The response is a list with a number or null per completion, or an object with this list as
+"rewards".
 """
 
 import asyncio
@@ -21,14 +21,14 @@ from fastgrpo.rewards.values import json_number, read_verdicts
 API_KEY = "FASTGRPO_REWARD_API_KEY"  # the environment variable of a secret that requests carry
 BATCH = 32  # completions of one request
 CONCURRENCY = 8  # requests at the same time
-TIMEOUT = 60.0  # seconds of a request where reward_timeout says nothing
+TIMEOUT = 60.0  # seconds of a request if reward_timeout is None
 RETRIES = 6  # tries after the first one
-FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds: the bounds within which the wait before a try doubles
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds: the wait before a try doubles within these bounds
 _RETRIED = {408, 429, 500, 502, 503, 504}
 
 
 class _Again(Exception):
-    """A request failed, and is to be sent again after so many seconds (None: of our choice)."""
+    """A request failed; send it again after so many seconds (None: choose)."""
 
     def __init__(self, problem: str, seconds: float | None = None):
         super().__init__(problem)
@@ -36,25 +36,25 @@ class _Again(Exception):
 
 
 class HttpScorer:
-    """A reward function that asks a server. It is async, so that several scorers wait at the same time.
+    """A reward function that queries a server. It is async, so several scorers wait concurrently.
 
-    Requests that fail by the connection, by a limit of time or by the codes 408, 429, 500, 502, 503 and 504 are sent
-    again, after a random wait below a bound that doubles, or as long as the server's `Retry-After` says. Other codes
-    are errors at once. The value of the environment variable `FASTGRPO_REWARD_API_KEY` is sent as a bearer token.
+    Connection errors, timeouts and the codes 408, 429, 500, 502, 503 and 504 are retried, after a random wait below a
+    bound that doubles, or after `Retry-After`. Other codes are errors. The environment variable
+    `FASTGRPO_REWARD_API_KEY` is sent as a bearer token.
 
     Args:
-        url: Where the server listens: http://HOST:PORT/PATH or https://...
-        timeout: Seconds that the server may take for a request.
-        batch: The largest number of completions in a request.
-        concurrency: The largest number of requests at the same time.
-        retries: How often a request is sent again.
-        sleep: What waits between two tries, given the seconds.
+        url: Address of the server: http://HOST:PORT/PATH or https://...
+        timeout: Limit of a request in seconds.
+        batch: Maximum number of completions per request.
+        concurrency: Maximum number of concurrent requests.
+        retries: Number of tries after the first one.
+        sleep: Async function that waits between tries, given the seconds.
 
     Attributes:
-        pooled: False, because a pool of processes would wait no better.
+        pooled: False: a pool of processes has no advantage.
 
     Raises:
-        ValueError: The URL names no server, or holds a user and a password, or the key cannot be sent.
+        ValueError: The URL has no server, contains a user or password, or the key cannot be sent.
     """
 
     pooled = False
@@ -84,14 +84,14 @@ class HttpScorer:
         return f"HttpScorer({self.shown!r})"
 
     def limit(self, seconds: float) -> None:
-        """Set how many seconds the server may take for a request."""
+        """Set the limit of a request in seconds."""
         self.timeout = seconds
 
     async def __call__(self, prompts: Sequence, completions: Sequence, **columns: Any) -> list[float | None]:
-        """Judge completions: what the server gives for each, None where it gives no verdict.
+        """Return the server's reward of each completion, or None.
 
-        The other columns of the rows are sent too. Raises ValueError where a column cannot be written as JSON or the
-        answer cannot be read, and ConnectionError where the server does not answer.
+        Sends the other columns of the rows too. Raises ValueError if a column is not JSON or the response cannot be
+        read, and ConnectionError if the server does not respond.
         """
         sent = {name: values for name, values in columns.items() if name not in _NOT_SENT}
         sent |= {"prompts": prompts, "completions": completions}
@@ -99,8 +99,8 @@ class HttpScorer:
         bodies = [_body({name: values[i : i + self.batch] for name, values in sent.items()}) for i in starts]
         counts = [len(completions[i : i + self.batch]) for i in starts]
         limit = asyncio.Semaphore(self.concurrency)
-        # A client belongs to the loop that it was used in first, so each call has its own. A redirect is an error: the
-        # key would go to a server that nobody named.
+        # A client belongs to the loop of its first use, so each call has its own. A redirect is an error: it would
+        # send the key to another server.
         options = {"timeout": self.timeout, "headers": _headers(), "trust_env": not self.local}
         async with httpx.AsyncClient(follow_redirects=False, **options) as client:
 
@@ -113,7 +113,7 @@ class HttpScorer:
         return [reward for task in asked for reward in task.result()]
 
     async def _post(self, client, body):
-        """Send a request until it is answered. Raises ConnectionError where it is not."""
+        """Send a request until the server responds. Raises ConnectionError after the last try."""
         again = AsyncRetrying(
             retry=retry_if_exception_type(_Again),
             stop=stop_after_attempt(self.retries + 1),
@@ -130,7 +130,7 @@ class HttpScorer:
             ) from None
 
     async def _try(self, client, body):
-        """Send a request once. Raises _Again where it is to be sent again."""
+        """Send a request once. Raises _Again to request a retry."""
         try:
             async with asyncio.timeout(self.timeout):  # httpx has a limit for each read, and none for the whole
                 answer = await client.post(self.url, content=body)
@@ -143,7 +143,7 @@ class HttpScorer:
         return answer
 
     def _read(self, answer, count):
-        """Read the rewards out of an answer."""
+        """Read the rewards from a response."""
         said = f"the reward server {self.shown} answered"
         if answer.is_redirect:
             to = answer.headers.get("location", "").partition("?")[0]
@@ -163,7 +163,7 @@ class HttpScorer:
         return verdicts
 
     def _start(self, answer):
-        """Return the start of an answer on one line. A server may repeat what it was sent, so secrets are taken out."""
+        """Return the start of a response on one line, without secrets that the server may have echoed."""
         text = answer.text
         for secret in (os.environ.get(API_KEY), httpx.URL(self.url).query.decode()):
             text = text.replace(secret, "***") if secret else text
@@ -175,7 +175,7 @@ _NOT_SENT = ("completion_ids", "trainer_state", "log_metric", "log_extra", "log_
 
 
 def _parsed(url):
-    """Read a URL, or refuse it."""
+    """Parse a URL, or raise ValueError."""
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, TypeError) as error:
@@ -201,7 +201,7 @@ def _headers():
 
 
 def _body(columns):
-    """Write the columns of a request as JSON. Raises ValueError where one cannot be."""
+    """Format the columns of a request as JSON. Raises ValueError if one is not JSON."""
     written = []
     for name, values in columns.items():
         try:
@@ -212,14 +212,14 @@ def _body(columns):
 
 
 def _wait(state: RetryCallState) -> float:
-    """Choose the seconds before the next try: what the server asked for, or a random time below a doubling bound."""
+    """Return the seconds before the next try: those of the server, or a random time below a doubling bound."""
     asked = state.outcome.exception().seconds
     bound = min(FIRST_WAIT * 2 ** (state.attempt_number - 1), LONGEST_WAIT)
     return _JITTER.uniform(0, bound) if asked is None else min(asked, LONGEST_WAIT)
 
 
 def _retry_after(answer):
-    """Return how many seconds an answer asks to wait; None where it does not, or gives a date."""
+    """Return the seconds in Retry-After; None without it, or for a date."""
     try:
         return max(float(answer.headers["retry-after"]), 0.0)
     except (KeyError, ValueError):

@@ -1,15 +1,18 @@
-"""What runs inside a jail: a server that forks a process for each test of a program.
+"""The server inside a jail: it forks a process for each test of a program.
 
-`fastgrpo.rewards.sandbox` passes the text of this file to the system's Python, so it uses only the standard library, of
-that only quick imports, and nothing newer than Python 3.9. The trainer imports it for `canonical`.
+`fastgrpo.rewards.sandbox` passes the text of this file to the system's Python. So it imports only fast modules of the
+standard library, and uses nothing newer than Python 3.9. The trainer imports it for `canonical`.
 
-The server has a socket, whose number is its first argument. It gets the program there, after the number of its bytes,
-and then one message a test: a letter, and two ends of pipes.
-With "i" the pipes are standard input and output of the program. With "a" they carry an assertion: the child runs the
-program, writes "r" (ready), reads a request of a nonce, a newline and a text, and writes its result. Where the nonce is
-empty, the text is an expression and the result its canonical value; otherwise the text is run, and the result is the
-nonce. Expected values never come here. The answer of the server is one byte: 1 where the child failed, plus 2 where the
-test left something behind, after which the server ends.
+Protocol: the first argument is the number of a socket. The server receives the size of the program and the program.
+Then it receives one message per test: a letter and two pipe ends.
+
+- "i": the pipes are standard input and output of the program.
+- "a": the pipes carry an assertion. The child runs the program, writes "r" (ready), reads a nonce, a newline and a
+  text, and writes the result. With an empty nonce, the text is an expression and the result its canonical value.
+  Otherwise the text runs, and the result is the nonce.
+
+Expected values never enter the jail. The server replies with one byte: 1 if the child failed, plus 2 if the test left
+something behind, after which the server exits.
 """
 
 import array
@@ -18,7 +21,7 @@ import sys
 
 
 def canonical(value: object) -> str:
-    """Write plain data so that two values are equal where their texts are."""
+    """Format plain data so that equal texts mean equal values."""
     if value is None or value is Ellipsis:
         return repr(value)
     if isinstance(value, int):
@@ -45,12 +48,12 @@ def canonical(value: object) -> str:
 
 
 def _serve(control: int, limits: dict) -> tuple:
-    """Fork a child for each message. Return in the child alone: the program, its letter and its pipes."""
+    """Fork a child for each message. Returns only in the child: the program, its letter and its pipes."""
     import _socket  # socket itself takes 6 ms to import
     import resource
 
     channel = _socket.socket(fileno=control)
-    # The kernel's out-of-memory killer shall choose a program and not the trainer.
+    # Make the out-of-memory killer choose the program, not the trainer.
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     for name in ("AS", "NPROC", "FSIZE", "NOFILE", "CORE", "MSGQUEUE", "MEMLOCK"):
@@ -80,7 +83,7 @@ def _serve(control: int, limits: dict) -> tuple:
 
 
 def _exactly(channel, count):
-    """Receive so many bytes."""
+    """Receive exactly this many bytes."""
     data = b""
     while len(data) < count:
         data += channel.recv(count - len(data)) or os._exit(0)
@@ -88,7 +91,7 @@ def _exactly(channel, count):
 
 
 def _receive(channel):
-    """Receive a letter and two descriptors; no letter where the trainer closed the socket."""
+    """Receive a letter and two descriptors; no letter if the trainer closed the socket."""
     fds = array.array("i")
     letter, rest, _, _ = channel.recvmsg(1, 64)
     for _, _, data in rest:
@@ -110,7 +113,7 @@ def _main():
                 os.close(fd)
             except OSError:  # the descriptor of the list itself is closed already
                 pass
-    # An assertion's program is imported, so to say: what stands under `if __name__ == "__main__"` does not run.
+    # The program of an assertion runs like an import, without its `if __name__ == "__main__"`.
     module = type(sys)("program" if asserts else "__main__")
     sys.modules[module.__name__] = module
     sys.argv[:] = ["program.py"]
@@ -120,7 +123,7 @@ def _main():
 
 
 def _answer(source, sink, names, write=os.write, read=os.read, leave=os._exit, run=exec, value=eval, build=compile):
-    """Answer one request. The defaults are what the program cannot replace by setting attributes of modules."""
+    """Answer one request. Default arguments hold functions that the program cannot replace in their modules."""
     write(sink, b"r")
     request = b""
     while chunk := read(source, 65536):

@@ -1,8 +1,7 @@
 """Models as reward functions: a `RewardModel` judges prompt and completion, a `ProcessRewardModel` each step.
 
-Texts are sorted by length and batched by a budget of tokens with their padding, so that a long text does not pad all
-others. A text that is longer than the positions of the model is not judged: a reward for a part of an answer would be
-that of another answer. It gets None, and a warning says so once.
+Texts are sorted by length and batched by tokens including padding, so that a long text does not pad all others. A text
+longer than the positions of the model gets None, with one warning: a truncated answer is another answer.
 
 Process reward models have two published forms:
 
@@ -49,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class Judge:
-    """A model with its tokenizer, as a reward function. A subclass says what the model reads and returns."""
+    """A model with its tokenizer, as a reward function. Subclasses define its input and output."""
 
     pooled = False  # it stays in the trainer's process, with its device
 
@@ -81,14 +80,14 @@ class Judge:
         """Check the tokenizer."""
 
     def place(self, device: torch.device, policy_tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Move the model to a device, in bf16 on a GPU and in fp32 on a CPU; quantized weights stay as they are."""
+        """Move the model to a device, in bf16 on a GPU and in fp32 on a CPU. Quantized weights keep their dtype."""
         self.model.to(device)
         if not getattr(self.model, "is_quantized", False):
             self.model.to(choose_dtype("auto", device))
         self.policy_tokenizer = policy_tokenizer
 
     def bytes_to_come(self, device: torch.device) -> int:
-        """Count the bytes that `place` will take on a device."""
+        """Return the bytes that `place` will use on a device."""
         quantized = getattr(self.model, "is_quantized", False)
         size = choose_dtype("auto", device).itemsize
         come = sum(p.nbytes if quantized else p.numel() * size for p in self.model.parameters())
@@ -112,9 +111,9 @@ class Judge:
         return results
 
     def _positions(self):
-        """Return how many tokens the model can read.
+        """Return the maximum number of tokens of the model.
 
-        The positions of RoBERTa and its kin begin behind that of padding, so no text has the first padding_idx + 1.
+        In RoBERTa and similar models, positions start after padding_idx.
         """
         most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**63
         for name, module in self.model.named_modules():
@@ -124,11 +123,11 @@ class Judge:
         return most
 
     def _lacks_first(self, text):
-        """Tell whether the model is an encoder, whose texts begin with [CLS] or its like, and a text does not."""
+        """Return whether an encoder's text lacks its first token, such as [CLS]."""
         return self.tokenizer.cls_token is not None and not text.startswith(self.tokenizer.cls_token)
 
     def _inputs(self, texts):
-        """Pad token ids on the right. What pads is not attended to, so any token will do where there is none for it."""
+        """Pad token ids on the right. Padding is masked, so any token serves if the tokenizer has none."""
         longest = max(map(len, texts))
         fill = self.tokenizer.pad_token_id or 0
         ids = torch.tensor([[*text, *[fill] * (longest - len(text))] for text in texts])
@@ -149,7 +148,7 @@ def by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def same_device(one: torch.device, other: torch.device) -> bool:
-    """Tell whether two devices are one."""
+    """Return whether two devices are the same."""
     current = torch.cuda.current_device() if "cuda" == one.type == other.type else 0
     indices = [current if device.index is None else device.index for device in (one, other)]
     return one.type == other.type and indices[0] == indices[1]
@@ -159,13 +158,13 @@ class RewardModel(Judge):
     """A reward model with its tokenizer, as a reward function.
 
     Args:
-        model: A sequence classifier with one label. It is put into evaluation mode.
-        tokenizer: Its tokenizer; None loads the one from where the model came from.
+        model: A sequence classifier with one label, which is set to evaluation mode.
+        tokenizer: Its tokenizer; None loads it from the model's folder or repository.
         template: Further arguments of the tokenizer's chat template.
-        trust_remote_code: Whether Python code that comes with the tokenizer may run.
+        trust_remote_code: Run Python code that comes with the tokenizer.
 
     Raises:
-        ValueError: The model has not one label, there is no tokenizer, or the tokenizer has no padding token.
+        ValueError: The model does not have one label, has no tokenizer, or its tokenizer has no padding token.
     """
 
     def _prepare(self):
@@ -206,8 +205,8 @@ class RewardModel(Judge):
     def __call__(self, prompts: Sequence, completions: Sequence, **columns: Any) -> list[float | None]:
         """Return the model's logit for each completion after its prompt, texts or lists of messages.
 
-        It is None where both together are longer than the model can read. Raises ValueError where the prompts are
-        messages and the tokenizer has no chat template.
+        It is None if both exceed the positions of the model. Raises ValueError if prompts are messages and the
+        tokenizer has no chat template.
         """
         texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         if not texts:
@@ -228,24 +227,23 @@ class RewardModel(Judge):
 class ProcessRewardModel(Judge):
     """A process reward model with its tokenizer, as a reward function.
 
-    It logs the steps' rewards (`log_steps`), which process_rewards "token" learns from, and as the column NAME/steps.
+    It logs the rewards of steps with `log_steps`, for process_rewards "token", and as the column NAME/steps.
 
     Args:
         model: A token classifier with 2 labels, the second of which means a right step, or a causal LM. It is put into
             evaluation mode.
-        tokenizer: Its tokenizer; None loads the one from where the model came from.
+        tokenizer: Its tokenizer; None loads it from the model's folder or repository.
         template: Further arguments of the tokenizer's chat template.
-        trust_remote_code: Whether Python code that comes with the tokenizer may run.
-        separator: What separates the steps of a completion.
-        aggregation: How the steps' rewards become the completion's: "min", "mean", "last" or "product".
-        step_tag: What stands after each step in the text that the model reads. None is "ки" for a causal LM; for a
-            token classifier it is <extra_0> where the tokenizer has such a token, and else the separator.
+        trust_remote_code: Run Python code that comes with the tokenizer.
+        separator: Separates the steps of a completion.
+        aggregation: Combines the rewards of steps: "min", "mean", "last" or "product".
+        step_tag: Follows each step in the text that the model reads. None is "ки" for a causal LM. For a token
+            classifier, None is <extra_0> if the tokenizer has it, else the separator.
         good_token: The token of a causal LM that means a right step.
         bad_token: The token of a causal LM that means a wrong step.
 
     Raises:
-        ValueError: The model is of another kind, there is no tokenizer or not one for its form, or an argument is
-            not what it must be.
+        ValueError: The model, its tokenizer or an argument does not fit.
     """
 
     def __init__(
@@ -292,7 +290,7 @@ class ProcessRewardModel(Judge):
         )
 
     def _prepare_tokens(self, good_token, bad_token):
-        """Find the ids of the good and the bad token. Raises ValueError where there are none."""
+        """Find the ids of the good and the bad token. Raises ValueError if one does not exist."""
         self.choices = []
         for name, text in (("good_token", good_token), ("bad_token", bad_token)):
             ids = self._ids(text)
@@ -329,9 +327,9 @@ class ProcessRewardModel(Judge):
     ) -> list[float | None]:
         """Return the reward of each completion, from 0 to 1.
 
-        It is None for a completion without any step, and for one that, after its prompt, is longer than the model can
-        read. `log_extra` takes the column NAME/steps. `log_steps` takes the ends and the rewards of the steps, where
-        the policy's tokenizer is known, as it is in a run with process_rewards=token (`place`).
+        It is None for a completion without steps, and for one that exceeds the positions of the model with its prompt.
+        `log_extra` gets the column NAME/steps. `log_steps` gets ends and rewards of the steps if the policy's tokenizer
+        is known (`place`), as with process_rewards=token.
         """
         split = [split_steps(_text(completion), self.separator) for completion in completions]
         build = self._text_with_tags if self._by_tokens else self._ids_with_tags
@@ -353,13 +351,13 @@ class ProcessRewardModel(Judge):
         return [aggregate(of_one, self.aggregation) if of_one else None for of_one in rewards]
 
     def _ids(self, text, plain=False):
-        """Return the ids of a text; where it is `plain`, what spells special tokens in it is text."""
+        """Return the ids of a text. If `plain`, special tokens in it are read as text."""
         if not text:
             return []
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=plain)["input_ids"]
 
     def _ids_with_tags(self, prompt, steps):
-        """Return the ids of a prompt and its steps, each with the tag behind it, and the places of the tags' ends."""
+        """Return the ids of a prompt and its steps, each followed by the tag, and the positions of the tags' ends."""
         if isinstance(prompt, list) and self.tokenizer.chat_template is not None:
             text = self.tokenizer.apply_chat_template(
                 prompt, tokenize=False, add_generation_prompt=True, **self.template
@@ -371,7 +369,7 @@ class ProcessRewardModel(Judge):
         return self._joined([*([] if first is None else [first]), *self._ids(text)], steps)
 
     def _joined(self, ids, steps):
-        """Append to ids the steps, each with the tag behind it. Return the ids, and the places of the tags' ends."""
+        """Append steps to ids, each followed by the tag. Return the ids, and the positions of the tags' last tokens."""
         tag, places = self._ids(self.step_tag), []
         for step in steps:
             ids = [*ids, *self._ids(step, plain=True), *tag]
@@ -379,7 +377,7 @@ class ProcessRewardModel(Judge):
         return ids, places
 
     def _text_with_tags(self, prompt, steps):
-        """Return the ids of the text that Math-Shepherd reads, and the places of the tags' last tokens."""
+        """Return the ids of Math-Shepherd's text, and the positions of the tags' last tokens."""
         text, ends = _text(prompt), []
         steps = [f"{' ' if i == 0 else chr(10)}{step} " for i, step in enumerate(steps)]
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
@@ -400,7 +398,7 @@ class ProcessRewardModel(Judge):
         if not self._by_tokens:
             probabilities = self.model(**inputs)[0].float().softmax(-1)[..., 1]
             return [probabilities[i, at].tolist() for i, at in enumerate(places)]
-        # The head gets the tags alone: the logits of every token would take the vocabulary's size.
+        # The head gets only the tags: logits of all tokens would be large.
         texts = [i for i, of_one in enumerate(places) for _ in of_one]
         tags = [at for of_one in places for at in of_one]
         hook = self.model.get_output_embeddings().register_forward_pre_hook(
@@ -435,19 +433,19 @@ def auto_class(path: str, trust_remote_code: bool = False, local_files_only: boo
 
 
 def aggregate(steps: Sequence[float], how: str) -> float:
-    """Make one reward of those of the steps."""
+    """Combine the rewards of steps into one."""
     makers = {"min": min, "last": lambda rewards: rewards[-1], "product": math.prod}
     return sum(steps) / len(steps) if how == "mean" else makers[how](steps)
 
 
 def _text(messages):
-    """Return a text, or that of messages without the system's."""
+    """Return a text, or the text of messages without the system message."""
     if isinstance(messages, str):
         return messages
     return "\n".join(m["content"] or "" for m in messages if m["role"] != "system")
 
 
 def _one_step_a_token(ends, rewards):
-    """Join steps that end within one token: of those, the last one's reward counts."""
+    """Join steps that end in the same token, and keep the reward of the last one."""
     kept = [dict(zip(at, of_one or [], strict=True)) for at, of_one in zip(ends, rewards, strict=True)]
     return [list(of_one) for of_one in kept], [list(of_one.values()) for of_one in kept]

