@@ -1,9 +1,8 @@
-"""Code that all commands share: it reads flags, and reports a mistake in a line or two with exit code 2.
+"""Shared code of the commands: reads flags, and reports user errors in one or two lines with exit code 2.
 
-A ValueError counts as a mistake that the user can fix, and its text names the cause and the remedy. A full disk, a
-folder without write permission, a path that cannot be one, a package that is not installed, and a machine or a GPU
-without enough memory count as such mistakes too. Everything else is a bug and keeps its traceback. `--debug` shows the
-traceback of a mistake as well.
+A ValueError is a user error; its text names cause and remedy. A full disk, missing permissions, an impossible path, a
+missing package and insufficient memory are user errors too. Anything else is a bug and keeps its traceback. `--debug`
+also prints the traceback of a user error.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ from fastgrpo.config.fields import allowed, did_you_mean, hints, own_fields, sec
 from fastgrpo.config.validation import CONDITIONS
 
 PACKAGES = {"yaml": "pyyaml"}  # modules whose distribution has another name
-FLAGS = {"flash_attn": " --no-build-isolation"}  # of pip: its build imports torch
+FLAGS = {"flash_attn": " --no-build-isolation"}  # for pip: the build imports torch
 LIBRARIES = (  # of fastgrpo[train]
     "transformers", "tokenizers", "datasets", "pydantic", "tyro", "yaml", "tqdm", "rich", "matplotlib", "liger_kernel"
 )  # fmt: skip
@@ -43,11 +42,11 @@ Record = TypeVar("Record")
 # Characters that control a terminal: C0 (without tab and newline), DEL, C1, and Unicode's directions, which reorder
 # text. A lone surrogate cannot be encoded.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-LEFT = 128 + signal.SIGPIPE  # the exit code that shells report of a command whose reader has left
+LEFT = 128 + signal.SIGPIPE  # exit code after a broken pipe, as in shells
 
 
 def run_command(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> int:
-    """Run a command, and report a mistake in a line or two on stderr."""
+    """Run a command, report user errors on stderr, and return the exit code."""
     prepare_streams()
     try:
         try:
@@ -80,7 +79,7 @@ def _run(main, argv):
 
 
 def several_processes() -> bool:
-    """Tell whether this is one of several processes of a launcher. Without a launcher, torch is not imported."""
+    """Return whether a launcher started several processes. Without a launcher, does not import torch."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return False
     from fastgrpo.ranks import launched
@@ -89,7 +88,7 @@ def several_processes() -> bool:
 
 
 def _end_of_rank(error, text, debug):
-    """Report what ends one rank of several. Returns the exit code: 2 for a mistake, 1 for the rest."""
+    """Report the error of one rank of several. Returns the exit code: 2 for a user error, else 1."""
     from fastgrpo.ranks import RankLost, end
 
     trace = "\n" + traceback.format_exc().rstrip()
@@ -99,27 +98,27 @@ def _end_of_rank(error, text, debug):
 
 
 def quiet_libraries() -> None:
-    """Silence output of libraries that a user cannot act on: advice about options, and bars of weight loading.
+    """Silence advice of libraries about options, and the progress bars of weight loading.
 
-    Errors and the progress bars of downloads stay. TRANSFORMERS_VERBOSITY=warning in the environment brings the advice
-    back. Of several ranks all but rank 0 are silent: no warnings, and no bars of downloads.
+    Errors and download bars remain. TRANSFORMERS_VERBOSITY=warning restores the advice. Ranks other than 0 print no
+    warnings and no bars.
     """
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
 
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         logging.set_verbosity_error()
-        getLogger("liger_kernel").setLevel(ERROR)  # it lists the parts of itself for other GPUs
+        getLogger("liger_kernel").setLevel(ERROR)  # it lists its parts for other GPUs
     downloads = not are_progress_bars_disabled()
     logging.disable_progress_bar()
     if several_processes() and os.environ["RANK"] != "0":
         warnings.simplefilter("ignore")  # rank 0 warns for all
     elif downloads:
-        enable_progress_bars()  # the line above turned off the bars of downloads too
+        enable_progress_bars()  # the line above also turned off download bars
 
 
 def explain(error: Exception) -> str | None:
-    """Explain an exception to the user."""
+    """Return the message of a user error, or None for a bug."""
     text = "\n".join([line for line in str(error).splitlines() if line.strip()][:2])
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"the package {error.name} is not installed: {pip_line(error.name)}"
@@ -143,7 +142,7 @@ def explain(error: Exception) -> str | None:
 
 
 def _out_of_memory(error):
-    """Say that a GPU or the machine has not enough memory, where an error means this; otherwise return None."""
+    """Return a message if an error means that memory ran out, otherwise None."""
     text = str(error)
     if type(error).__name__ == "OutOfMemoryError":
         return " ".join(text.split(". ")[0].split())
@@ -186,9 +185,9 @@ def parse_flags(
     defaults: Mapping[str, Any] = MappingProxyType({}),
     aliases: dict[str, str] | None = None,
 ) -> Record:
-    """Read arguments into a record of settings; settings that must be given are positional.
+    """Parse arguments into a record of settings; required settings are positional.
 
-    tyro parses into a plain dataclass of the same fields, and the record is made, and checked, from what it has read.
+    tyro parses into a plain dataclass of the same fields. The record is made from it, and validates the values.
     """
     import tyro
 
@@ -197,7 +196,7 @@ def parse_flags(
         raise SystemExit(0)
     argv = _spelled_out([_renamed(argument, aliases or {}) for argument in argv], record)
     if {*COMPLETION} & {*argv}:
-        prog = prog.replace("python -m fastgrpo.", "fastgrpo-")  # a shell completes the arguments of one word
+        prog = prog.replace("python -m fastgrpo.", "fastgrpo-")  # a shell completes commands of one word
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
@@ -220,7 +219,7 @@ def parse_flags(
 
 
 def _plain(record, defaults):
-    """Make a dataclass of the settings with the types and help that tyro knows, and these defaults."""
+    """Make a dataclass of the settings for tyro, with types, help and these defaults."""
     import tyro
 
     fields, types = [], get_type_hints(record)
@@ -234,7 +233,7 @@ def _plain(record, defaults):
     return dataclasses.make_dataclass(record.__name__, fields)
 
 
-# What `--help` of a training shows; `--help-all` shows the rest.
+# Settings in `--help` of a training; `--help-all` shows all.
 FIRST = """
 model_name_or_path use_peft dtype device task dataset_name max_completion_length seed prompts_per_step num_generations
 temperature max_num_seqs reward_funcs reward_timeout scale_rewards loss_type epsilon beta mask_truncated_completions
@@ -244,7 +243,7 @@ eval_steps parallel output_dir logging_steps save_steps resume_from_checkpoint r
 
 
 def help_page(record: type, defaults: Mapping[str, Any], prog: str, description: str, everything: bool) -> str:
-    """Write the help: in groups, and for a training only what a first user needs, unless everything is asked for."""
+    """Return the help in groups: for a training the main settings, unless `everything`."""
     width = min(shutil.get_terminal_size((100, 24)).columns, 100)
     first = None if everything or not hasattr(record, "command") else FIRST.split()
     needed = [field.name for field in dataclasses.fields(record) if _default(field, defaults) is dataclasses.MISSING]
@@ -271,7 +270,7 @@ def help_page(record: type, defaults: Mapping[str, Any], prog: str, description:
 
 
 def shown(value: Any) -> str:
-    """Show a value as it is written on the command line."""
+    """Format a value as on the command line."""
     return " ".join(map(str, value)) or "empty" if isinstance(value, (list, tuple)) else str(value)
 
 
@@ -280,7 +279,7 @@ def _default(field, defaults):
 
 
 def full_help(record: type, field: dataclasses.Field) -> str:
-    """Return the help of a setting with the values allowed and the condition."""
+    """Return the help of a setting with its allowed values and condition."""
     parts, limits = [field.metadata["help"]], allowed(hints(record)[field.name])
     if limits:
         parts.append(f"It must be {limits}.")
@@ -290,7 +289,7 @@ def full_help(record: type, field: dataclasses.Field) -> str:
 
 
 def _meant(unknown, names):
-    """Suggest a flag for each unknown one that a flag is near to; several are told apart."""
+    """Suggest the nearest flag for each unknown one."""
     near = {name: did_you_mean(name.replace("-", "_"), names, "--{}".format) for name in dict.fromkeys(unknown)}
     if len(near) == 1:
         return near.popitem()[1]
@@ -298,7 +297,7 @@ def _meant(unknown, names):
 
 
 def _spelled_out(argv, record):
-    """Put True behind the flag of a boolean that has no value: --quiet is --quiet True."""
+    """Add True after the flag of a boolean without a value: --quiet is --quiet True."""
     flags, spelled = {f"--{name}" for name, kind in hints(record).items() if kind is bool}, []
     for argument, after in zip_longest(argv, argv[1:], fillvalue="--"):
         spelled += [argument, "True"] if argument in flags and after.startswith("--") else [argument]
@@ -311,7 +310,7 @@ def _renamed(argument, aliases):
 
 
 def _message(box):
-    """Return the text in tyro's box, above its first rule. Without UTF-8 on stdout, spaces and hyphens draw the box."""
+    """Return the text in tyro's box, above its first rule. Without UTF-8, the box consists of spaces and hyphens."""
     lines = [re.sub(r"^Error parsing \w+: ", "", line.strip("│─╰╯ ")) for line in box.splitlines()[1:]]
     words = dropwhile(_is_rule, lines)
     return " ".join(takewhile(lambda line: not _is_rule(line), words)).rstrip(".")
@@ -325,8 +324,8 @@ def _is_rule(line):
 def new_file(path: str | None, *, whole: bool = False) -> Iterator[TextIO]:
     """Open a new file, or the null device if path is None.
 
-    A file that stays empty is deleted, and with `whole` also one whose writing an exception ends: the command can be
-    given again.
+    An empty file is deleted, and with `whole` also an incomplete one after an exception, so that the command can be
+    repeated.
     """
     try:
         file = open(os.devnull, "w") if path is None else open(path, "x", encoding="utf-8")  # noqa: SIM115
@@ -345,20 +344,20 @@ def new_file(path: str | None, *, whole: bool = False) -> Iterator[TextIO]:
 
 
 def prepare_streams() -> None:
-    """Let stdout and stderr print every text, and each line at once, so that a pipe shows a line when it is written.
+    """Make stdout and stderr print any text, and flush each line.
 
-    Where the terminal's encoding has no such character (PYTHONIOENCODING=ascii), its escape is printed. A stream that
-    the process was started without (`>&-`) is the null device from now on.
+    A character outside the terminal's encoding is printed as an escape. A missing stream (`>&-`) becomes the null
+    device.
     """
     null = Path(os.devnull)
     sys.stdout, sys.stderr = (null.open("w") if stream is None else stream for stream in (sys.stdout, sys.stderr))
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a notebook's stream has no such method, and needs none
+        if hasattr(stream, "reconfigure"):  # not in a notebook
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
 
 
 def escape_controls(text: str) -> str:
-    r"""Spell the characters that a terminal would obey as escapes, and keep tabs and newlines.
+    r"""Replace control characters by escapes, except tabs and newlines.
 
     Example:
         >>> print(escape_controls("a" + chr(27) + "[2J"))
@@ -368,7 +367,7 @@ def escape_controls(text: str) -> str:
 
 
 def reader_left() -> bool:
-    """Tell whether the reader of stdout or stderr has left; what is printed afterwards goes to the null device."""
+    """Return whether the reader of stdout or stderr has closed it; redirect such a stream to the null device."""
     gone = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]
     for stream in gone:
         _drop(stream)
@@ -385,14 +384,14 @@ def _has_no_reader(stream):
 
 
 def _drop(stream):
-    """Lead a stream whose reader has left to the null device, so that no later write fails."""
+    """Redirect a stream without a reader to the null device, so that later writes do not fail."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
 
 
 class Guarded:
-    """A text stream that reports once that its reader has left, and drops what is written afterwards."""
+    """A text stream that reports a broken pipe once, and drops later text."""
 
     def __init__(self, stream: TextIO, left: Callable[[], None]) -> None:
         self._stream, self._left = stream, left
@@ -401,7 +400,7 @@ class Guarded:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text."""
+        """Write a text, or report the broken pipe."""
         try:
             return self._stream.write(text)
         except BrokenPipeError:
@@ -409,9 +408,9 @@ class Guarded:
             return len(text)
 
     def flush(self) -> None:
-        """Write what is still in the buffer."""
+        """Flush the buffer."""
         try:
-            getattr(self._stream, "flush", str)()  # print does without this method, and so does tqdm
+            getattr(self._stream, "flush", str)()  # a stream may lack this method
         except BrokenPipeError:
             self._report()
 

@@ -1,10 +1,10 @@
-"""The form of settings: a pydantic dataclass with one docstring under each field, and the types that fields share.
+"""Settings as pydantic dataclasses with a docstring under each field, and the shared types of fields.
 
     max_prompts: Annotated[int, Field(ge=1)] | None = None
     \"\"\"Largest number of prompts. None takes all of them.\"\"\"
 
-The records stay dataclasses: `dataclasses.fields`, `replace` and `asdict` work on them, and so do tyro and
-transformers' HfArgumentParser, which read a field's type without its `Annotated` and its help from the metadata.
+`dataclasses.fields`, `replace` and `asdict` work on the records, and so do tyro and transformers' HfArgumentParser,
+which read the type of a field without `Annotated`, and its help from the metadata.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ Record = TypeVar("Record", bound=type)
 
 
 def plain(value: Any) -> Any:
-    """Turn numbers of NumPy and torch, paths, enums and sets into what Python and YAML have for them."""
+    """Turn numbers of NumPy and torch, paths, enums and sets into plain Python values."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, os.PathLike):
@@ -51,20 +51,20 @@ def keywords(name: str, value: Any) -> dict[str, Any]:
 
 
 def _listed(value):
-    """Take a single value for a list of one."""
+    """Return a list; a single value becomes a list of one."""
     value = plain(value)
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else [value]
 
 
 def _whole(value):
-    """Read a whole number that is spelt as 1e3, as which PyYAML gives text."""
+    """Read a whole number, also in the form 1e3, which PyYAML reads as text."""
     value = float(value) if isinstance(value, str) and re.fullmatch(r"\s*[\d.]+e\+?\d+\s*", value, re.I) else value
     if isinstance(value, bool) or (isinstance(value, int) and abs(value) >= 2**63):
         raise ValueError(f"must be a whole number below 2^63, got {str(value)[:40]}")
     return value
 
 
-Several = Annotated[list[Item], BeforeValidator(_listed), AfterValidator(tuple)]  # a tuple; also given as one value
+Several = Annotated[list[Item], BeforeValidator(_listed), AfterValidator(tuple)]  # a tuple, or a single value
 Keywords = Annotated[str, BeforeValidator(lambda value: json.dumps(keywords("", value)))]  # JSON text of a dictionary
 Whole = Annotated[int, BeforeValidator(_whole)]
 Count = Annotated[Whole, Field(ge=1)]
@@ -77,7 +77,7 @@ Temperature = Annotated[float, Field(ge=1e-30)]  # logits are divided by it; fp3
 
 
 def each_of(*choices: str) -> Any:
-    """Make the type of a setting that is several of these texts. HfArgumentParser takes no list of Literal."""
+    """Make the type of a list of these choices. HfArgumentParser does not support a list of Literal."""
 
     def check(item):
         if item not in choices:
@@ -92,9 +92,9 @@ CONFIG = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def settings_class(record: Record) -> Record:
-    """Decorate a class whose fields are settings: a frozen pydantic dataclass that raises one plain error.
+    """Decorate a class of settings: make it a frozen pydantic dataclass with readable errors.
 
-    An unknown name is a TypeError that suggests the nearest one. Wrong values are a ValueError with a line for each.
+    An unknown name is a TypeError that suggests the nearest. Wrong values are a ValueError with one line each.
     """
     record = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=CONFIG)(record)
     for field in dataclasses.fields(record):
@@ -124,7 +124,7 @@ def settings_class(record: Record) -> Record:
 
 
 def _readable(name, value, kind):
-    """Make a value plain, and refuse what pydantic would take: a truth value for a number, and NUL in a text."""
+    """Make a value plain. Refuse a boolean for a number, and NUL in a text, which pydantic accepts."""
     value = plain(value)
     if isinstance(value, bool) and bare(kind) is float:
         raise ValueError(f"{name} must be a number, got {value}")
@@ -134,11 +134,11 @@ def _readable(name, value, kind):
 
 
 def _is_list(kind):
-    """Tell whether a setting is a list. None stands for its default, as HfArgumentParser gives it."""
+    """Return whether a setting is a list. For a list, None means the default, as in HfArgumentParser."""
     return get_origin(bare(kind)) is list
 
 
-# How the types of pydantic's errors begin -> what the value must be.
+# Prefix of a pydantic error type -> the required value.
 _WANTED = {
     "int": "a whole number",
     "float": "a number",
@@ -149,7 +149,7 @@ _WANTED = {
 
 
 def told(error: ValidationError, kinds: Mapping[str, Any], where: str = "") -> str:
-    """Put each mistake into a line that names the setting, what it must be, and what it was."""
+    """Return one line per mistake: the setting, the required value, and the value given."""
     lines = []
     for mistake in error.errors(include_url=False):
         type_, name = mistake["type"], str(next(iter(mistake["loc"]), ""))
@@ -165,13 +165,13 @@ def told(error: ValidationError, kinds: Mapping[str, Any], where: str = "") -> s
 
 @functools.cache
 def hints(record: type) -> dict[str, Any]:
-    """Return the type of each setting with all that its field says of it."""
+    """Return the type of each setting, with its annotations."""
     kinds = get_type_hints(record, include_extras=True)
     return {field.name: kinds[field.name] for field in dataclasses.fields(record)}
 
 
 def convert(name: str, value: Any, kind: Any, where: str = "") -> Any:
-    """Convert the value of a setting to its type. `where` stands before the name in an error."""
+    """Convert the value of a setting to its type. Errors start with `where` and the name."""
     held = pydantic.create_model("Held", __config__=ConfigDict(allow_inf_nan=False), **{name: (kind, ...)})
     try:
         return getattr(held.model_validate({name: _readable(f"{where}{name}", value, kind)}), name)
@@ -180,14 +180,14 @@ def convert(name: str, value: Any, kind: Any, where: str = "") -> Any:
 
 
 def bare(kind: Any) -> Any:
-    """Return a type without None and without what `Annotated` adds."""
+    """Return a type without None and `Annotated`."""
     while get_origin(kind) in (Annotated, Union, UnionType):
         kind = next(part for part in get_args(kind) if part is not type(None))
     return kind
 
 
 def allowed(kind: Any) -> str:
-    """Say in words which values a type takes, beside None; empty where any of its kind."""
+    """Describe the values that a type allows besides None; empty for any value."""
     choices, bounds = None, {}
     waiting = [kind]
     while waiting:
@@ -213,7 +213,7 @@ def allowed(kind: Any) -> str:
 
 
 def own_fields(cls: type) -> list[dataclasses.Field]:
-    """Return the fields that a section adds to those it inherits."""
+    """Return the fields that a section defines itself."""
     added = inspect.get_annotations(cls)
     return [field for field in dataclasses.fields(cls) if field.name in added] if dataclasses.is_dataclass(cls) else []
 
@@ -224,12 +224,12 @@ def sections_of(record: type) -> list[type]:
 
 
 def title(section: type) -> str:
-    """Return the words that a section is called."""
+    """Return the title of a section."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", section.__name__.removesuffix("Config")).capitalize()
 
 
 def check_name(name: Any, record: type, where: str, error: type[Exception], others: Iterable[str] = ()) -> None:
-    """Refuse a name that is not a setting of a record."""
+    """Raise `error` for a name that is not a setting of a record."""
     if not isinstance(name, str):
         raise error(f"{where}: the name of a setting must be text, got {name!r}")
     names = [field.name for field in dataclasses.fields(record)]
@@ -238,6 +238,6 @@ def check_name(name: Any, record: type, where: str, error: type[Exception], othe
 
 
 def did_you_mean(name: str, known: Iterable[str], shown: Callable[[str], str] = repr) -> str:
-    """Suggest the known name that is nearest to a misspelt one."""
+    """Suggest the known name nearest to a misspelt one."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {shown(near[0])}?" if near else ""

@@ -1,4 +1,4 @@
-"""YAML files of settings: a person's own (`--config FILE`), and those that tasks ship in recipes/."""
+"""YAML files of settings: `--config FILE`, and the recipes of tasks in recipes/."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ Config = TypeVar("Config", bound=TrainingConfig)
 
 
 def read_yaml(text: str) -> Any:
-    """Read a YAML text; refuse duplicate keys and aliases of lists and dictionaries."""
+    """Parse YAML. Refuse duplicate keys, and aliases of lists and dictionaries."""
     import yaml  # not before a file is read
 
     class Loader(yaml.SafeLoader):
@@ -53,7 +53,7 @@ def read_yaml(text: str) -> Any:
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file with a line `name: value` for each of some names. The names are not checked."""
+    """Read a YAML file with lines `name: value`, without a check of the names."""
     try:
         settings = read_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -68,7 +68,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
 
 
 def load_yaml(path: str | Path, record: type[TrainingConfig] = TrainConfig) -> dict[str, Any]:
-    """Read a file of settings."""
+    """Read and validate a YAML file of settings."""
     settings = read_settings(path)
     command = _command_of(settings)
     if not settings.keys() <= {field.name for field in dataclasses.fields(record)} and command not in (
@@ -86,7 +86,7 @@ def load_yaml(path: str | Path, record: type[TrainingConfig] = TrainConfig) -> d
 
 
 def _command_of(settings: Mapping[str, Any]) -> str | None:
-    """Return the command that has all of these settings; None where there is none."""
+    """Return the command that has all of these settings, or None."""
     for record in (TrainConfig, SFTConfig):
         if settings.keys() <= {field.name for field in dataclasses.fields(record)}:
             return record.command
@@ -94,7 +94,7 @@ def _command_of(settings: Mapping[str, Any]) -> str | None:
 
 
 def recipe_file(name: str) -> Path:
-    """Return the file that --config names: a path, or the name of a recipe that comes with the package."""
+    """Return the file of --config: a path, or a recipe of the package."""
     if not name:
         raise ValueError("--config got an empty name; name a YAML file, or a recipe that comes with the package")
     shipped = RECIPES / f"{name}.yaml"
@@ -102,13 +102,13 @@ def recipe_file(name: str) -> Path:
 
 
 def task_defaults(task: str, record: type[TrainingConfig] = TrainConfig) -> dict[str, Any]:
-    """Return the settings that a task recommends."""
+    """Return the settings of a task's recipe."""
     path = RECIPES / (f"{task}.yaml" if record is TrainConfig else f"{task}-{record.command}.yaml")
     return load_yaml(path, record) if path.exists() else {}
 
 
 def parse(argv: list[str], record: type[Config] = TrainConfig) -> Config:
-    """Read the command line of a training. A flag overrides --config FILE, and the file overrides the task's recipe."""
+    """Parse the command line of a training. Flags override --config FILE, which overrides the task's recipe."""
     argv, config_file = take_flag(argv, "--config")
     from_file = load_yaml(recipe_file(config_file), record) if config_file is not None else {}
     argv, task = take_flag(argv, "--task")
@@ -123,13 +123,13 @@ def parse(argv: list[str], record: type[Config] = TrainConfig) -> Config:
 
 
 def take_flag(argv: list[str], name: str) -> tuple[list[str], str | None]:
-    """Take a flag with one value out of the arguments."""
+    """Remove a flag with its value from the arguments."""
     rest, values = take_flags(argv, name)
     return rest, values[-1] if values else None
 
 
 def take_flags(argv: list[str], name: str) -> tuple[list[str], list[str]]:
-    """Take every use of a flag with one value out of the arguments."""
+    """Remove every use of a flag with its value from the arguments."""
     rest, values, wanted = [], [], False
     for argument in argv:
         if wanted:

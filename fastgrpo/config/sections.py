@@ -1,6 +1,6 @@
-"""Settings in sections, each a group of `--help` and a table of docs/settings.md. Commands compose those they need.
+"""Sections of settings: each is a group of `--help` and a table of docs/settings.md. Commands combine sections.
 
-Many settings of the learning signal are also fields of `fastgrpo.Objective`, under the same names.
+Many settings of the loss are also fields of `fastgrpo.Objective`, under the same names.
 """
 
 from typing import Annotated, Any, Literal
@@ -24,14 +24,14 @@ from fastgrpo.config.fields import (
 )  # fmt: skip
 from fastgrpo.kernels.objectives import LOSS_TYPES
 
-# A magnitude that fp32 holds. Reward functions are held to it, too: fp64 then holds the squares of weighted rewards.
+# The largest magnitude of a reward or weight: fp64 then holds the squares of weighted rewards.
 LARGEST_REWARD = 3.4e38
 REWARD_ERRORS = ("raise", "skip")
-POOL_WORKERS = 8  # processes of a pool for rewards where their number is not stated, at most
+POOL_WORKERS = 8  # maximum default number of reward workers
 PRM_AGGREGATIONS = ("min", "mean", "last", "product")
-HUB_DATA = {"gsm8k": "openai/gsm8k"}  # a task -> the data set on the hub that it reads where dataset_name is None
+HUB_DATA = {"gsm8k": "openai/gsm8k"}  # task -> its data set on the hub if dataset_name is None
 _ENGINE = "fastgrpo.rollout.engine.RolloutEngine"
-# The name of each rollout backend, and the class that it stands for: `fastgrpo.rollout.make_backend` imports it.
+# Rollout backend -> its class, which `fastgrpo.rollout.make_backend` imports.
 ROLLOUT_BACKENDS = {"fast": _ENGINE, "eager": _ENGINE, "hf": "fastgrpo.rollout.hf.HFBackend"}
 
 
@@ -65,7 +65,7 @@ class PromptConfig:
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """The keyword arguments of the chat template by name."""
+        """Keyword arguments of the chat template."""
         return keywords("chat_template_kwargs", self.chat_template_kwargs)
 
 
@@ -136,7 +136,7 @@ class JudgingConfig:
 
     @property
     def prm(self) -> dict[str, Any]:
-        """The arguments of process reward models by name."""
+        """Arguments of process reward models."""
         return {name: value for name, value in self._models.items() if name != "device"}
 
     @property
@@ -289,7 +289,7 @@ class OptimizerConfig:
 
     @property
     def schedule_kwargs(self) -> dict[str, Any]:
-        """The further arguments of the schedule by name."""
+        """Further arguments of the schedule."""
         return keywords("lr_scheduler_kwargs", self.lr_scheduler_kwargs)
 
 

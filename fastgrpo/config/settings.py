@@ -1,8 +1,7 @@
-"""Every setting of a run: one frozen record, flat, under TRL's names; what is not stated here is TRL 1.16's default.
+"""The records of settings: frozen and flat, with the names and defaults of TRL 1.16.
 
-The settings lie in sections, so that help and documentation can group them and other commands can take the ones they
-need. `GRPOConfig` is all of them at once, in Python (`GRPOConfig(beta=0.04)`), on the command line (`--beta 0.04`) and
-in YAML files (`beta: 0.04`, `--config FILE`).
+A record combines sections. `GRPOConfig` has all settings of a run, in Python (`GRPOConfig(beta=0.04)`), on the command
+line (`--beta 0.04`) and in YAML files (`beta: 0.04`, `--config FILE`).
 """
 
 import dataclasses
@@ -44,12 +43,12 @@ from fastgrpo.loss.objective import Objective
 
 @settings_class
 class Settings:
-    """A record of settings that checks itself; a command inherits it together with the sections it needs.
+    """A record of settings that validates itself. A command inherits it with its sections.
 
-    A setting that is a tuple may also be given as a list or as a single value, and a path as a `pathlib.Path`.
+    A tuple can also be given as a list or a single value, and a path as a `pathlib.Path`.
     """
 
-    # Names that the constructor takes and that are no settings.
+    # Names that the constructor takes and that are not settings.
     other_names: ClassVar[Collection[str]] = ()
 
     def __post_init__(self):
@@ -57,10 +56,10 @@ class Settings:
 
 
 class TrainingConfig(Settings):
-    """What a trainer asks of its settings, besides the settings themselves.
+    """Properties of settings that a trainer needs.
 
     Attributes:
-        command: The command of the package that takes these settings. A resumed run needs the same one.
+        command: The command of the package. A resumed run needs the same one.
     """
 
     command: ClassVar[str]
@@ -68,25 +67,25 @@ class TrainingConfig(Settings):
     @property
     @abstractmethod
     def rows_per_step(self) -> int:
-        """Rows of the training data that one step takes."""
+        """Training rows per step."""
 
     @property
     @abstractmethod
     def updates_per_step(self) -> int:
-        """Updates of the weights that one step makes."""
+        """Updates per step."""
 
     @property
     def keeps_first_weights(self) -> bool:
-        """Whether a resumed run needs the very weights that the run began with."""
+        """Whether a resumed run needs the initial weights of the run."""
         return self.use_peft
 
     def logs(self, step: int) -> bool:
-        """Tell whether a line of metrics.jsonl is due after a step that is not the last one."""
+        """Return whether to log after a step that is not the last one."""
         return step % self.logging_steps == 0 or (step == 1 and self.logging_first_step)
 
     @property
     def folder_name(self) -> str:
-        """What the folder of a run is called in runs/, before its number."""
+        """Name of the run folder in runs/, without its number."""
         return self.task
 
 
@@ -113,66 +112,59 @@ class GRPOConfig(
     ModelConfig,
     TrainingConfig,
 ):  # the fields come in the reverse of this order: the model first
-    """All settings of a GRPO run. The arguments of `trl.GRPOConfig` are taken, too: docs/from-trl.md lists them.
+    """All settings of a GRPO run. Also takes the arguments of `trl.GRPOConfig`, see docs/from-trl.md.
 
     Raises:
-        TypeError: A name is not a setting; the nearest one is named.
-        ValueError: A setting is not allowed, has no effect, or does not go with another; it is named.
+        TypeError: A name is not a setting; the message suggests the nearest.
+        ValueError: A setting has a wrong value, no effect, or contradicts another; the message names it.
     """
 
     command = "train"
     other_names, translated = THEIRS, staticmethod(translated)
-    # Settings of `TrainConfig`, so that tasks can be built from this record, too.
+    # Settings of `TrainConfig`, which tasks read.
     dataset_name = dataset_config = None
     dataset_train_split, dataset_test_split = "train", "test"
 
     def __post_init__(self):
         super().__post_init__()
-        objective = self.objective  # the loss refuses what it cannot combine
+        objective = self.objective  # the loss validates its settings
         if self.importance_sampling_mode is not None:
             objective.check_sampler()
 
     def oversampled(self, count: int) -> int:
-        """Return how many groups are started where `count` are wanted.
-
-        Args:
-            count: Groups wanted.
-
-        Returns:
-            `count` times oversampling_factor, rounded up.
-        """
+        """Return the number of groups to start for `count` wanted ones: count x oversampling_factor, rounded up."""
         return math.ceil(round(self.oversampling_factor * count, 6))  # 1.1 * 10 is a little more than 11
 
     @property
     def rows_per_step(self) -> int:
-        """Prompts that one step trains on."""
+        """Prompts per step."""
         return self.prompts_per_step
 
     @property
     def updates_per_step(self) -> int:
-        """Updates of the weights that one step makes."""
+        """Updates per step."""
         return self.num_iterations * self.updates_per_rollout
 
     @property
     def keeps_first_weights(self) -> bool:
-        """Whether a resumed run needs the very weights that the run began with, as a reference or below adapters."""
+        """Whether a resumed run needs the initial weights, as reference or below adapters."""
         return self.use_peft or (self.beta > 0 and not self.sync_ref_model)
 
     @property
     def objective(self) -> Objective:
-        """The loss's `Objective`: the settings that are its knobs."""
+        """The `Objective` of the loss, made from these settings."""
         mine = {field.name for field in dataclasses.fields(self)}
         knobs = {field.name: getattr(self, field.name) for field in dataclasses.fields(Objective) if field.name in mine}
-        if self.importance_sampling_mode is None:  # off: the loss is given no sampler's log-probs, and needs no mode
+        if self.importance_sampling_mode is None:  # off: the loss gets no log-probs of the sampler
             del knobs["importance_sampling_mode"]
-        if self.kl == "full":  # the sum over the vocabulary has no bias, and the loss refuses to correct it
+        if self.kl == "full":  # the sum over the vocabulary is unbiased
             knobs["use_bias_correction_kl"] = False
         return Objective(**knobs)
 
 
 @settings_class
 class TrainConfig(GRPOConfig, TrainSplitConfig, DatasetConfig):
-    """The settings of python -m fastgrpo.train: those of `GRPOConfig`, and which data set is read."""
+    """The settings of python -m fastgrpo.train: `GRPOConfig` and the data set."""
 
 
 @settings_class
@@ -193,15 +185,15 @@ class SFTConfig(
     ModelConfig,
     TrainingConfig,
 ):  # the fields come in the reverse of this order
-    """All settings of a supervised run: most of those of a GRPO run, and these.
+    """All settings of a supervised run.
 
     Raises:
-        TypeError: A name is not a setting; the nearest one is named.
-        ValueError: A setting is not allowed, has no effect, or does not go with another; it is named.
+        TypeError: A name is not a setting; the message suggests the nearest.
+        ValueError: A setting has a wrong value, no effect, or contradicts another; the message names it.
     """
 
     command = "sft"
-    temperature, top_p, top_k = 1.0, 1.0, 0  # how evaluations draw
+    temperature, top_p, top_k = 1.0, 1.0, 0  # of evaluations
 
     learning_rate: Positive = 2e-05
     """Use this learning rate in AdamW after the warmup."""
@@ -214,17 +206,17 @@ class SFTConfig(
 
     @property
     def rows_per_step(self) -> int:
-        """Rows that one step learns from."""
+        """Rows per step."""
         return self.batch_size
 
     @property
     def updates_per_step(self) -> int:
-        """Updates of the weights that one step makes."""
+        """Updates per step."""
         return 1
 
     @property
     def folder_name(self) -> str:
-        """What the folder of a run is called in runs/, before its number."""
+        """Name of the run folder in runs/, without its number."""
         return f"{self.task}-sft"
 
 

@@ -1,7 +1,7 @@
-"""Rules about several settings, the settings that have an effect only with others, and what a resumed run may change.
+"""Rules about several settings, conditions under which settings have an effect, and changes allowed on resume.
 
-A rule is a function whose parameters are named like the settings that it checks. It applies to each record that has
-all of them, so evaluate and chat are checked by the same rules as `GRPOConfig`.
+A rule is a function whose parameters are named like settings. It applies to each record that has all of them, so
+evaluate and chat use the same rules as `GRPOConfig`.
 """
 
 import dataclasses
@@ -41,9 +41,9 @@ ONLY_WHERE = {
     "beta is above 0": (lambda s: s.beta != 0, "kl ref_storage sync_ref_model"),
     "sync_ref_model is True": (lambda s: s.sync_ref_model, "ref_model_sync_steps ref_model_mixup_alpha"),
 }
-# The setting -> its condition, in words and as a function of all settings.
+# Setting -> its condition, in words and as a function of all settings.
 CONDITIONS = {name: (text, holds) for text, (holds, names) in ONLY_WHERE.items() for name in names.split()}
-# What a resumed run may change; it then continues bit for bit.
+# Settings that a resumed run may change; it still continues bit for bit.
 RESUME_MAY_CHANGE = """
 reward_timeout reward_errors reward_workers max_eval_samples eval_num_generations
 quiet log_completions num_completions_to_print output_dir overwrite_output_dir
@@ -51,7 +51,7 @@ logging_steps logging_first_step disable_tqdm eval_steps eval_on_start save_step
 metric_for_best_model greater_is_better resume_from_checkpoint profile report_to run_name project
 push_to_hub hub_model_id hub_private_repo parallel ddp_timeout
 """
-# What it may change with a warning, because it then does not continue bit for bit.
+# Settings that it may change with a warning: it then does not continue bit for bit.
 RESUME_INEXACT = """
 dtype device max_num_seqs rollout_memory_utilization reward_model_kwargs ref_storage
 use_liger_kernel gradient_checkpointing max_steps num_train_epochs max_tokens_per_microbatch
@@ -60,8 +60,8 @@ RESUME_MAY_CHANGE, RESUME_INEXACT = frozenset(RESUME_MAY_CHANGE.split()), frozen
 
 
 def on_resume(name: str, before: Any = None, now: Any = None) -> str:
-    """Say whether a resumed run may change a setting, and between these values: "free", "inexact" or "same"."""
-    if name == "ref_storage" and {"int8", "nf4"} & {before, now}:  # a quantized reference is another one
+    """Return whether a resumed run may change a setting between these values: "free", "inexact" or "same"."""
+    if name == "ref_storage" and {"int8", "nf4"} & {before, now}:  # a quantized reference has other weights
         return "same"
     if name == "reward_model_kwargs" and _but_device(before) != _but_device(now):
         return "same"
@@ -77,7 +77,7 @@ def _but_device(kwargs):
 
 
 def validate(record: Any) -> None:
-    """Refuse a record whose settings do not go together, or have no effect."""
+    """Raise ValueError if settings contradict each other or have no effect."""
     for rule in RULES:
         names = inspect.signature(rule).parameters
         if all(hasattr(record, name) for name in names):

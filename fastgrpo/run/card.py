@@ -1,6 +1,6 @@
-"""The model card of a checkpoint: README.md, whose head the Hugging Face hub reads, and whose text people read.
+"""The model card of a checkpoint: README.md with metadata for the Hugging Face hub.
 
-Everything in it follows from the state of the run at that step, so that a resumed run writes the same card.
+It depends only on the state of the run at that step, so a resumed run writes the same card.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from fastgrpo.config.validation import on_resume
 from fastgrpo.data.records import TrainerState
 from fastgrpo.run.curves import markdown_table
 
-# Settings that stand in the card elsewhere, or say where a run was.
+# Settings that the card shows elsewhere, or that are paths.
 PLACES = ("model_name_or_path", "dataset_name", "dataset_train_split", "train_file", "device")
 LONGEST = 80  # characters of a setting's value
 PAPER = """\
@@ -59,7 +59,7 @@ def model_card(
     adapters: bool,
     inputs: Mapping[str, Path],
 ) -> str:
-    """Write the model card of what a run has trained so far."""
+    """Return the model card of a checkpoint."""
     grpo, data = args.command == "train", args.dataset_name or HUB_DATA.get(args.task)
     datasets = [data] if data and on_hub(data, inputs) else None
     head = ModelCardData(
@@ -86,17 +86,17 @@ def model_card(
 
 
 def on_hub(name: str, inputs: Mapping[str, Path]) -> bool:
-    """Tell whether a name of a model or of data is that of a repository on the hub, and not of a file or folder.
+    """Return whether a model or data set is a repository on the hub, not a file or folder.
 
-    A folder of that name takes its place. `inputs` says so as of the beginning of the run: the working directory may
-    have changed since.
+    A folder of that name has priority. `inputs` has the paths at the start of the run, since the working directory may
+    have changed.
     """
     repository = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?(?<!\.gguf)(?<!\.jsonl)", name) is not None
     return repository and Path(name) not in inputs.values()
 
 
 def _linked(name, kind, inputs):
-    """Name a repository of the hub with a link, and anything else by the last part of its path."""
+    """Format a repository of the hub as a link, and a path by its last part."""
     if name and on_hub(name, inputs):
         return f"[{name}](https://huggingface.co/{kind}{name})"
     return f"`{Path(name).name}`, a folder or file," if name else "A model that was made in Python"
@@ -111,7 +111,7 @@ def _data(args, data, rows, rewards, inputs):
 
 
 def _figures(state):
-    """Return the lines of the table of figures; accuracies where they were measured."""
+    """Return the lines of the table of figures, with accuracies if measured."""
     figures = [
         ("steps", f"{state.global_step:,} of {state.max_steps:,}"),
         ("passes over the rows", f"{state.epoch:.3g}"),
@@ -125,7 +125,7 @@ def _figures(state):
 
 
 def _settings(args):
-    """Tell which settings differ from their defaults, without those that only say what a run records and where."""
+    """List the settings that differ from their defaults and affect results."""
     fields = [f for f in dataclasses.fields(args) if f.name not in PLACES and on_resume(f.name) != "free"]
     given = [(field, getattr(args, field.name)) for field in fields]
     lines = [(f"`{field.name}`", _shown(value)) for field, value in given if value != field.default]
@@ -133,7 +133,7 @@ def _settings(args):
 
 
 def _shown(value: Any) -> str:
-    """Show the value of a setting in a cell of a table."""
+    """Format the value of a setting for a table cell."""
     text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
     text = " ".join(text.split()).replace("|", "\\|").replace("`", "'")
     return f"`{text if len(text) <= LONGEST else text[:LONGEST] + '...'}`"

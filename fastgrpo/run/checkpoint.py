@@ -1,10 +1,10 @@
-"""Checkpoints: folders that are complete or absent, when a run writes them, and which ones stay.
+"""Checkpoints: writes them atomically, verifies them, and deletes old ones.
 
-A thread writes a checkpoint while training continues: first to a temporary folder, which is synced; then manifest.json,
-which lists every file with its SHA-256; then the folder is renamed to checkpoint-STEP. A process may be killed at any
-moment and the last good checkpoint is still there. `snapshot.py` says what a checkpoint contains.
+A thread writes a checkpoint during training: it syncs a temporary folder, writes manifest.json with the SHA-256 of
+every file, and renames the folder to checkpoint-STEP. The last good checkpoint survives a kill at any moment.
+`snapshot.py` defines the content.
 
-Of several ranks, rank 0 makes and renames the folder, and each rank writes, hashes and syncs its own files in it. A
+With several ranks, rank 0 creates and renames the folder, and each rank writes, hashes and syncs its own files. A
 failure on one rank fails the checkpoint on all.
 """
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
-SHARDS = "shards"  # the folder of what several ranks wrote; a checkpoint of one process has none
+SHARDS = "shards"  # folder in checkpoints of several ranks
 NEEDED = (STATE, "optimizer.pt", "rng.pt")  # files that every checkpoint of one process has
 NEEDED_OF_RANKS = (STATE, f"{SHARDS}/.metadata", f"{SHARDS}/values.pt", f"{SHARDS}/rng-0.pt")  # and of several ranks
 _OF_RANK = re.compile(rf"{SHARDS}/(?:__|rng-)(\d+)[_.].*")  # the files of one rank; all others are of rank 0
-VERIFYING = 8  # files that are read at once: one alone would take hours for the state of a large model
-CHUNK = 1 << 24  # bytes hashed at a time; chunks are large because each one has to acquire the interpreter's lock again
+VERIFYING = 8  # files that are read concurrently: one at a time would take hours for a large model
+CHUNK = 1 << 24  # bytes hashed at a time; large, because each chunk acquires the interpreter's lock
 
 
 def save_model(
@@ -47,8 +47,8 @@ def save_model(
 ) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` reads: weights (safetensors), config and tokenizer.
 
-    transformers 4, and so many versions of vLLM, reads `rope_theta` and `rope_scaling` at the top of config.json and
-    silently takes 10,000 and none where they are missing (vLLM pull request 42624). So they are written there too.
+    transformers 4, and so many versions of vLLM, reads `rope_theta` and `rope_scaling` at the top of config.json, and
+    silently uses 10,000 and None without them (vLLM pull request 42624). So they are written there too.
     """
     model.save_pretrained(path, state_dict=state_dict)
     tokenizer.save_pretrained(path)
@@ -65,7 +65,7 @@ def save_model(
 
 
 def checkpoints(run_dir: str | Path) -> dict[int, Path]:
-    """Find the checkpoints in the folder of a run, whether they are intact or not."""
+    """Return the checkpoints in a run folder by step, intact or not."""
     found = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in Path(run_dir).iterdir())
     return dict(sorted((int(match[1]), path) for match, path in found if match and path.is_dir()))
 
@@ -79,7 +79,7 @@ def step_of(path: str | Path) -> int:
 
 
 def write_checkpoint(folder: RunFolder, step: int, write: Callable[[Path], None], ranks: Ranks = ALONE) -> Path:
-    """Write checkpoint-STEP into the folder of a run, either complete or not at all, whenever the process ends."""
+    """Write checkpoint-STEP into the run folder atomically."""
     name = f"checkpoint-{step}"
     lead = ranks.lead
     temporary = together(ranks, lambda: _make(folder, name) if lead else None, f"the folder of {name}")[0]
@@ -89,7 +89,7 @@ def write_checkpoint(folder: RunFolder, step: int, write: Callable[[Path], None]
         entries = together(ranks, lambda: _sealed(temporary, ranks.rank), f"the digests of {name}")
         return together(ranks, lambda: _finish(folder, name, entries) if lead else None, f"the manifest of {name}")[0]
     except RankLost:
-        raise  # the others may still write into the folder; the next save removes it
+        raise  # other ranks may still write into the folder; the next save deletes it
     except BaseException:
         if lead and temporary.exists():
             folder.remove(temporary.name)
@@ -97,7 +97,7 @@ def write_checkpoint(folder: RunFolder, step: int, write: Callable[[Path], None]
 
 
 def _make(folder, name):
-    """Make the temporary folder of a checkpoint, and remove those of saves that were interrupted."""
+    """Create the temporary folder of a checkpoint, and delete those of interrupted saves."""
     for leftover in folder.made():
         if leftover.name.startswith(".tmp-"):
             folder.remove(leftover.name)
@@ -115,7 +115,7 @@ def _see(temporary):
 
 
 def _sealed(temporary, rank):
-    """Hash and sync the files that this rank wrote, and return their entries in the manifest."""
+    """Hash and sync the files of this rank, and return their manifest entries."""
     files = {str(file.relative_to(temporary)): file for file in sorted(temporary.rglob("*")) if file.is_file()}
     files = {name: file for name, file in files.items() if _writer_of(name) == rank}
     entries = {name: _entry(file) for name, file in files.items()}
@@ -131,7 +131,7 @@ def _writer_of(name):
 
 
 def _finish(folder, name, entries):
-    """Write the manifest, and give the folder its name."""
+    """Write the manifest, and rename the folder."""
     temporary = folder.path / f".tmp-{name}"
     files = {file: entry for of_rank in entries for file, entry in of_rank.items()}
     manifest = temporary / MANIFEST
@@ -190,7 +190,7 @@ def _entry(file):
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of names in a folder, has reached the disk."""
+    """Sync a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -199,10 +199,10 @@ def sync(path: Path) -> None:
 
 
 def prune(folder: RunFolder, limit: int, best: int | None = None) -> None:
-    """Delete checkpoints until `limit` are left: the newest, the best, then the next newest ones.
+    """Delete checkpoints until `limit` are left: keep the newest, the best, then the next newest.
 
-    As in transformers, the newest and the best checkpoint both stay even at a limit of 1. Checkpoints that no run made
-    here neither count nor are deleted.
+    As in transformers, the newest and the best are kept even with a limit of 1. Checkpoints that no run made here are
+    neither counted nor deleted.
     """
     made = folder.made()
     found = {step: path for step, path in checkpoints(folder.path).items() if path in made}
@@ -215,15 +215,15 @@ def prune(folder: RunFolder, limit: int, best: int | None = None) -> None:
 
 
 class Checkpointer:
-    """Decides when a checkpoint of a run (`log`, its `RunLog`) is saved and kept, and owns the thread that writes them.
+    """Saves and prunes the checkpoints of a run (`log`, its `RunLog`) in a thread.
 
-    It is a context manager: leaving it waits for a checkpoint that is still being written.
+    As a context manager, it waits for the checkpoint in progress.
     """
 
     def __init__(self, config: TrainingConfig, log: Any, ranks: Ranks = ALONE) -> None:
         self.config, self.log = config, log
         self._trainers = ranks
-        self.ranks = apart(ranks, "checkpoint", config.ddp_timeout)  # the ranks as the writing threads reach each other
+        self.ranks = apart(ranks, "checkpoint", config.ddp_timeout)  # the process group of the writing threads
         self._good = log.checkpoint
         self.saved = None if log.checkpoint is None else step_of(log.checkpoint)  # step of the last save
         metric = config.metric_for_best_model
@@ -243,27 +243,27 @@ class Checkpointer:
         except (ValueError, RankLost) as failure:
             if error is None:
                 raise
-            if not isinstance(failure, RankLost):  # else the rank that was lost has ended the run too
+            if not isinstance(failure, RankLost):  # else the lost rank has ended the run too
                 self.log.say(f"error: {failure}")  # only printed: the error that ends the run must stay the one raised
         finally:
             self._thread.shutdown()
 
     @property
     def newest(self) -> Path | None:
-        """The newest good checkpoint of this run, or None. Waits for a checkpoint that is being written."""
+        """The newest good checkpoint of this run, or None. Waits for the one in progress."""
         if self._writing is not None and self._writing.exception() is None:
             return self._writing.result()
         return self._good
 
     def due(self, step: int, last: bool) -> bool:
-        """Tell whether a checkpoint is due after a step."""
+        """Return whether to save after a step."""
         every = self.config.save_steps
         return last or (step > 0 and every is not None and step % every == 0)
 
     def save(self, step: int, take: Callable[[], Any]) -> None:
-        """Wait for the save before, take a snapshot now, and have the thread write it while training continues."""
+        """Wait for the previous save, take a snapshot, and write it in the thread."""
         if self.saved == step:
-            if self._measured(step):  # a stopped run saves first, and evaluates this step only after it is resumed
+            if self._measured(step):  # a stopped run saves first, and evaluates this step after the resume
                 self._compare(step)
             return
         self.wait()
@@ -273,7 +273,7 @@ class Checkpointer:
         self._writing = self._thread.submit(self._write, step, snapshot)
 
     def check(self) -> None:
-        """Raise the error of a save that has failed, after the same step on all ranks. Does not wait for a save."""
+        """Raise the error of a failed save, after the same step on all ranks. Does not wait."""
         if self._writing is None:
             return
         failed = self._writing.done() and self._writing.exception() is not None
@@ -281,7 +281,7 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written."""
+        """Wait for the checkpoint in progress."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -299,7 +299,7 @@ class Checkpointer:
     def _write(self, step, snapshot):
         lead, folder = self.ranks.lead, self.log.folder
         for name in ("metrics.jsonl", "samples.jsonl") if lead else ():  # the checkpoint records their lengths
-            with contextlib.suppress(FileNotFoundError):  # whoever deleted it shall not lose the weights too
+            with contextlib.suppress(FileNotFoundError):  # the user may have deleted it
                 sync(self.log.dir / name)
         path = write_checkpoint(folder, step, snapshot.write, self.ranks)
         limit, best = self.config.save_total_limit, self.best and self.best["step"]
@@ -311,7 +311,7 @@ class Checkpointer:
         return self.log.latest.get(self.config.metric_for_best_model, (None, None))[0] == step
 
     def _compare(self, step):
-        """Note this step as the best one where the metric that was logged for this very step says so."""
+        """Mark this step as the best if the metric logged for this step is better."""
         metric = self.config.metric_for_best_model
         if metric is None:
             return

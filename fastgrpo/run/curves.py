@@ -1,4 +1,4 @@
-"""The results of a run for people: curves.png, summary.json, and a table that is printed at the end."""
+"""The results of a run: curves.png, summary.json, and a printed table."""
 
 import json
 import math
@@ -14,7 +14,7 @@ WINDOW = 10  # the moving average is over this many lines of metrics.jsonl
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram of the picture. A metric of training is drawn faintly, with its moving average."""
+    """One diagram of curves.png. Training metrics are drawn faintly, with a moving average."""
 
     title: str
     unit: str  # the label of the vertical axis
@@ -24,7 +24,7 @@ class Panel:
     dashed: tuple[str, ...] = ()  # metrics of evaluations to compare with, each in the color of the metric at its place
 
 
-# What the picture shows where a task does not say otherwise.
+# The panels of tasks without their own.
 PANELS = (
     Panel("Reward", "mean total reward", ("reward",)),
     Panel("Accuracy", "share right", ("accuracy", "eval/accuracy"), ("accuracy", "held-out, greedy")),
@@ -35,7 +35,7 @@ PANELS = (
     Panel("Advantage magnitude", "mean |A|", ("advantage/abs_mean",)),
     Panel("Groups with spread", "share", ("frac_informative",)),
 )
-# What the picture of supervised training shows.
+# The panels of supervised training.
 SUPERVISED_PANELS = (
     Panel("Loss", "nats a token", ("loss", "eval/loss"), ("training", "held-out")),
     Panel("Accuracy", "share right", ("eval/accuracy",), ("held-out, greedy",)),
@@ -45,7 +45,7 @@ SUPERVISED_PANELS = (
 
 
 def read_metrics(run_dir: str | Path, say: Callable[[str], None] = print) -> dict[str, tuple[list[int], list[float]]]:
-    """Read metrics.jsonl as one series for each metric. Lines that hold no metrics are named and passed over."""
+    """Read metrics.jsonl as one series per metric. Skip unreadable lines with a warning."""
     path, series, damaged = Path(run_dir) / "metrics.jsonl", {}, []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line:
@@ -66,25 +66,25 @@ def read_metrics(run_dir: str | Path, say: Callable[[str], None] = print) -> dic
 
 
 def _metrics_of(line):
-    """Read one line of metrics.jsonl. Returns None where it is something else."""
+    """Read one line of metrics.jsonl, or return None."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return None
-    # An int of any length cannot be a float.
+    # A large int cannot be a float.
     ints = all(v is None or isinstance(v, float) or (isinstance(v, int) and abs(v) < 2**63) for v in row.values())
     return row if ints else None
 
 
 def moving_average(values: list[float], window: int = WINDOW) -> list[float]:
-    """Average each value with the values before it."""
+    """Average each value with up to `window` - 1 values before it."""
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
 def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print, panels: Sequence[Panel] = PANELS) -> Path:
-    """Draw the curves of a run into curves.png, in two rows of diagrams."""
+    """Plot the curves of a run to curves.png, in two rows."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -128,7 +128,7 @@ def conclude(
     say: Callable[[str], None],
     panels: Sequence[Panel] = PANELS,
 ) -> list[tuple[str, str]]:
-    """Write summary.json and curves.png. What cannot be written is named and left out: the run itself is saved."""
+    """Write summary.json and curves.png, and return the table. A failure to write is only a warning."""
     run_dir = folder.path
     text, written = json.dumps(summary, indent=2) + "\n", []
     for name, write in (
@@ -155,7 +155,7 @@ def conclude(
 
 
 def _held_out(run_dir, panels):
-    """Say how held-out metrics changed since before the first step, with their 95% intervals where there are any."""
+    """Format held-out metrics before and after, with 95% intervals if measured."""
     names = {"eval/accuracy": "accuracy", "eval/pass@1": "pass@1"}
     for panel in panels:
         for name, label in zip(panel.metrics, panel.labels or panel.metrics, strict=True):
@@ -179,7 +179,7 @@ def _held_out(run_dir, panels):
 
 
 def duration(seconds: float) -> str:
-    """Write a time as a person reads it: 1:02:03, or 2:03."""
+    """Format seconds as 1:02:03 or 2:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -192,7 +192,7 @@ def table(rows: list[tuple[str, Any]]) -> str:
 
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    """Lay out a Markdown table whose columns are aligned."""
+    """Format a Markdown table with aligned columns."""
     lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     return "\n".join(

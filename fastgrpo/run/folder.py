@@ -1,8 +1,7 @@
-"""The folder of a run: one run at a time owns it, and what no run made in it is neither deleted nor overwritten.
+"""The folder of a run. One run at a time owns it, and never deletes or overwrites what no run made.
 
-A run notes the name of each file and folder in `MADE` before it makes it there. These notes are the proof that a run
-made a thing. Overwriting a folder deletes what is noted alone, and a run refuses a folder in which something else has a
-name that the run would use.
+A run writes the name of each file and folder to `MADE` before it creates it. Overwriting deletes only these names. A
+run refuses a folder in which something else has one of its names.
 """
 
 import contextlib
@@ -21,14 +20,14 @@ from filelock import FileLock, Timeout
 RUNS = Path("runs")
 LOCK = ".lock"
 MADE = ".made-by-runs"
-# Every name that a run gives to something in its folder. Nothing else is ever noted or deleted.
+# All names that a run uses in its folder. Nothing else is ever noted or deleted.
 NAMES = re.compile(
     r"config\.json|metrics\.jsonl|samples\.jsonl|warnings\.jsonl|curves\.png|report\.html|summary\.json|trace\.json\.gz|merged|warm-start|tensorboard"
     r"|wandb|trackers\.json|completions|final|trainer_state\.json|[\w-]+_results\.json"
     r"|sweep\.(csv|png)|\S+=\S+\.log|(stale-|\.tmp-)?checkpoint-\d+\+*"
 )
-SWEEP_TABLE = "sweep.csv"  # where it is noted, a folder holds the runs of a sweep
-_GONE = "deleted "  # begins the line of a name whose thing a run has deleted
+SWEEP_TABLE = "sweep.csv"  # noted in the folder of a sweep
+_GONE = "deleted "  # prefix of the line of a deleted name
 
 
 class RunFolder:
@@ -45,7 +44,7 @@ class RunFolder:
         return self._lock.is_locked
 
     def check(self) -> None:
-        """Refuse to go on in a folder that is not held any more."""
+        """Raise if the folder is no longer held."""
         if not self.held:
             raise ValueError(
                 f"this trainer no longer holds output_dir {self.path}, because its run has ended; make a new trainer, "
@@ -58,17 +57,17 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held_for(self) -> Iterator[None]:
-        """Hold the folder while the context manager is open, also after it was released."""
+        """Hold the folder within a context, also after it was released."""
         with contextlib.nullcontext() if self.held else contextlib.closing(RunFolder(self.path)):
             yield
 
     def made(self) -> list[Path]:
-        """Return what runs have made in the folder and is still there."""
+        """Return the existing files and folders that runs made."""
         noted = made_in(self.path)
         return [path for path in sorted(self.path.iterdir()) if path.name in noted]
 
     def foreign(self) -> list[Path]:
-        """Return what no run made in the folder although it has a name that a run uses."""
+        """Return the files and folders with a run's name that no run made."""
         noted = made_in(self.path)
         return [path for path in sorted(self.path.iterdir()) if NAMES.fullmatch(path.name) and path.name not in noted]
 

@@ -122,12 +122,12 @@ CHECKS = (
 
 
 class Watch:
-    """Looks at the metrics of every step, gives each warning once, and stops a run that only skips updates."""
+    """Checks the metrics of every step, warns once per check, and stops a run that only skips updates."""
 
     def __init__(self, args: TrainingConfig, checkpoints: Checkpointer) -> None:
         self.args, self.checkpoints = args, checkpoints
         self.streaks, self.told = Counter(), set()
-        self.skipped = 0  # how many updates in a row have been skipped up to now
+        self.skipped = 0  # skipped updates in a row
 
     def observe(self, values: dict[str, float]) -> list[str]:
         """Look at the metrics of one step and return the warnings that it completes."""
@@ -153,11 +153,11 @@ class Watch:
         return texts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been seen so far, so that a resumed run gives no warning twice."""
+        """Return the state, so that a resumed run does not repeat warnings."""
         return {"streaks": dict(self.streaks), "told": sorted(self.told), "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what the run that is resumed has seen."""
+        """Restore the state."""
         self.streaks, self.told, self.skipped = Counter(state["streaks"]), set(state["told"]), state["skipped"]
 
 

@@ -25,15 +25,15 @@ from fastgrpo.run.trackers import TRACKERS, named
 
 
 class RunLog:
-    """The log of a run, and the owner of the run's folder.
+    """The log of a run, which owns the run folder.
 
-    Creating one claims the folder (see `open_run`) and, for a new run, writes config.json. It is a context manager:
-    leaving it closes the files and releases the folder.
+    The constructor claims the folder (see `open_run`), and writes config.json of a new run. As a context manager, it
+    closes the files and releases the folder.
 
     Attributes:
-        checkpoint: The path of the checkpoint that the run continues from, or None.
-        latest: The (step, value) that was last written of every metric, by name, also by TRL's name for it.
-        history: The entries that were written of metrics, see `metrics.entry`.
+        checkpoint: The checkpoint that the run resumes from, or None.
+        latest: The last (step, value) of every metric, also under TRL's name.
+        history: The logged entries, see `metrics.entry`.
     """
 
     def __init__(self, config: TrainingConfig, inputs: Mapping[str, Path] | None = None) -> None:
@@ -43,10 +43,10 @@ class RunLog:
         self.folder, self.checkpoint = open_run(config, self.say, inputs)
         self.dir = self.folder.path
         self._files, self._trackers = {}, []
-        with contextlib.ExitStack() as opened:  # where something cannot be opened, what was opened before it is closed
+        with contextlib.ExitStack() as opened:  # after a failure, close what was opened
             opened.callback(self.folder.close)
             if self.checkpoint is None:
-                opened.callback(self.folder.empty)  # so that the same command finds no run in its way
+                opened.callback(self.folder.empty)  # so that the command can be repeated
                 self._write_config()
             for name in _LINES:
                 # A lone surrogate becomes an escape of JSON: UTF-8 cannot encode it.
@@ -57,7 +57,7 @@ class RunLog:
                     self._trackers.append(TRACKERS[name](config, self.folder, self.checkpoint))
                     opened.callback(self._trackers[-1].close)
             opened.pop_all()
-        self._pending = []  # (step, metrics) of the steps that no line of metrics.jsonl covers yet
+        self._pending = []  # (step, metrics) of steps without a line in metrics.jsonl
         self.latest, self.history = {}, []
         self._completions_step = 0  # the last step whose completions were written
 
@@ -67,7 +67,7 @@ class RunLog:
 
     def __exit__(self, kind, error, trace):
         try:
-            # After an error these steps would be lost. A run that a signal stopped has saved them in its checkpoint.
+            # After an error, pending steps would be lost. After a signal, the checkpoint has them.
             if error is not None:
                 self.flush()
         finally:
@@ -82,19 +82,19 @@ class RunLog:
         self.terminal.say(text)
 
     def step(self, step: int, values: dict[str, float], last: bool = False) -> dict[str, Any] | None:
-        """Take the metrics of one step. Every logging_steps steps their means become one line of metrics.jsonl."""
+        """Add the metrics of one step. Every logging_steps steps, write their means to metrics.jsonl."""
         self._pending.append((step, values))
         return self.flush() if self.config.logs(step) or last else None
 
     def discard(self) -> None:
-        """Give up a run that has not begun, and delete what it made."""
+        """Delete an empty run folder."""
         self.folder.empty()
         self.close()
         if not contents(self.dir):
             remove(self.dir)
 
     def flush(self) -> dict[str, Any] | None:
-        """Write one line for the steps that have none yet."""
+        """Write one line for the pending steps."""
         if not self._pending:
             return None
         rows = [values for _, values in self._pending]
@@ -104,14 +104,14 @@ class RunLog:
         return self.write(step, line)
 
     def write(self, step: int, values: dict[str, float]) -> dict[str, Any]:
-        """Write one line of metrics.jsonl at once, and report it to the trackers of report_to."""
+        """Write one line of metrics.jsonl, and send it to the trackers."""
         self._append("metrics", [{"step": step, **values}])
         for tracker in self._trackers:
             tracker.log(step, named(step, values))
         return self._note(step, values)
 
     def _note(self, step, values):
-        """Keep what was written, and return its entry in the history."""
+        """Add a line to the history, and return its entry."""
         made = entry(step, values)
         measured = {name: value for name, value in made.items() if value is not None and name != "step"} | values
         self.latest |= {name: (step, value) for name, value in measured.items()}
@@ -123,7 +123,7 @@ class RunLog:
         self._append("samples", rows)
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]], shown: int | None) -> None:
-        """Show completions in the terminal and to trackers, and write them to completions/completions_STEP.parquet."""
+        """Print completions, send them to trackers, and write them to completions/completions_STEP.parquet."""
         columns = columns_of(rows)
         self.terminal.columns(cells(columns, shown))
         write_parquet(self.folder.claim(FOLDER), step, columns)
@@ -132,7 +132,7 @@ class RunLog:
             tracker.completions(step, columns)
 
     def warn(self, step: int, text: str) -> None:
-        """Tell the user of something that a step showed, and write it to warnings.jsonl."""
+        """Print a warning about a step, and write it to warnings.jsonl."""
         self.say(f"step {step}: {text}")
         self._append("warnings", [{"step": step, "text": text}])
 
@@ -143,13 +143,13 @@ class RunLog:
     def close(self) -> None:
         """Close the progress bar and the files, and release the folder."""
         self.terminal.close_bar()
-        with contextlib.ExitStack() as closing:  # what cannot be closed keeps nothing else open
+        with contextlib.ExitStack() as closing:  # a failure does not keep the others open
             for part in (self.folder, *self._files.values(), *self._trackers):
                 closing.callback(part.close)
             self._trackers = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the log stands, as JSON can hold it."""
+        """Return the state of the log for a checkpoint."""
         return {
             "wall_seconds": time.perf_counter() - self.started,
             "pending": self._pending,
@@ -158,7 +158,7 @@ class RunLog:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Return to where the log stood at a checkpoint: cut off later lines, and write the settings of the resume."""
+        """Restore the log of a checkpoint: truncate later lines, and write the new settings."""
         self._write_config()
         self._completions_step = state["completions_step"]
         if FOLDER in made_in(self.dir):
@@ -173,13 +173,13 @@ class RunLog:
                 file.truncate(size)
 
     def _go_back(self, state):
-        """Return to the metrics that were known at a checkpoint."""
+        """Restore the metrics of a checkpoint."""
         self._pending = state["pending"]
         self.history[:] = read_history(self.dir / "metrics.jsonl", state["metrics_bytes"])
 
 
 def _line(row):
-    """Write a row as one line of JSON. JSON has no NaN and no infinity, so these become null, at any depth."""
+    """Format a row as one line of JSON. NaN and infinity become null."""
     try:
         return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
     except ValueError:
@@ -217,7 +217,7 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list]:
 
 
 def write_parquet(folder: Path, step: int, columns: Mapping[str, Sequence[Any]]) -> Path:
-    """Write completions/completions_STEP.parquet, whole or not at all. A column that parquet cannot hold is JSON."""
+    """Write completions/completions_STEP.parquet atomically. A column that parquet cannot hold becomes JSON."""
     import pyarrow
     from pyarrow import parquet
 
@@ -236,7 +236,7 @@ def write_parquet(folder: Path, step: int, columns: Mapping[str, Sequence[Any]])
 
 
 def forget_after(folder: Path, step: int) -> None:
-    """Delete the files of steps that a resumed run makes again, and those that a crash left unfinished."""
+    """Delete the files of steps that a resumed run repeats, and unfinished files."""
     for path in folder.glob("completions_*"):
         match = _NAME.fullmatch(path.name)
         if match and (match[2] == "part" or int(match[1]) > step):
@@ -244,7 +244,7 @@ def forget_after(folder: Path, step: int) -> None:
 
 
 def cells(columns: Mapping[str, Sequence[Any]], most: int | None) -> list[list[str]]:
-    """Lay out completions for the terminal."""
+    """Format completions as table cells for the terminal."""
     shown = {name: values[:most] for name, values in columns.items() if name != "step"}
     return [list(shown), *([_cell(value) for value in row] for row in zip(*shown.values(), strict=True))]
 
@@ -258,7 +258,7 @@ def _cell(value):
 
 
 class FollowedFolder:
-    """The folder of a run that rank 0 holds. All ranks close their logs together, so `held` is as on rank 0."""
+    """The run folder on ranks other than 0. All ranks close their logs together, so `held` equals that of rank 0."""
 
     check = RunFolder.check
 
@@ -266,16 +266,16 @@ class FollowedFolder:
         self.path, self.held = path, True
 
     def claim(self, name: str) -> Path:
-        """Return the path of something that rank 0 makes in the folder."""
+        """Return the path of a file that rank 0 writes."""
         return self.path / name
 
     def close(self) -> None:
-        """Note that rank 0 releases the folder."""
+        """Mark the folder as released."""
         self.held = False
 
 
 class FollowedLog(RunLog):
-    """A log that knows what rank 0 knows, and writes nothing."""
+    """A log with the metrics of rank 0 that writes nothing."""
 
     def __init__(self, config: TrainingConfig, path: Path, checkpoint: Path | None) -> None:
         self.started, self.config = time.perf_counter(), config
@@ -284,7 +284,7 @@ class FollowedLog(RunLog):
         self.terminal = Terminal(silent=True)
 
     def write(self, step: int, values: dict[str, float]) -> dict[str, Any]:
-        """Note what rank 0 writes, since a metric may decide which checkpoint is the best."""
+        """Add a line to the history, since a metric may select the best checkpoint."""
         return self._note(step, values)
 
     def _append(self, name, rows):
@@ -294,20 +294,20 @@ class FollowedLog(RunLog):
         """Show no completions."""
 
     def discard(self) -> None:
-        """Give up the run, as rank 0 does."""
+        """Close the log."""
         self.close()
 
     def close(self) -> None:
-        """Note that the run has ended, so that this rank refuses to go on as rank 0 does."""
+        """Mark the run as ended."""
         self.folder.close()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Return to where the log stood at a checkpoint."""
+        """Restore the metrics of a checkpoint."""
         self._go_back(state)
 
 
 def open_log(config: TrainingConfig, inputs: Mapping[str, Path] | None = None, ranks: Ranks = ALONE) -> RunLog:
-    """Claim the folder of a run on rank 0, and tell the other ranks of it."""
+    """Claim the folder of a run on rank 0, and open the logs of all ranks."""
     log = RunLog(config, inputs) if ranks.lead else None
     where = ranks.from_lead(None if log is None else (log.dir, log.checkpoint), "the folder of the run")
     return FollowedLog(config, *where) if log is None else log

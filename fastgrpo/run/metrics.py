@@ -1,14 +1,13 @@
-"""Every metric of a run with its meaning and unit, how several steps become one value, and TRL's names for it.
+"""The metrics of a run: meaning and unit, reduction over steps, and TRL's names.
 
-A metric that TRL has too goes by TRL's name. An active token is a completion token that carries gradient: its
-completion is not masked, and its weight in the loss is not 0.
+Metrics of TRL have TRL's names. An active token is a completion token with a gradient: its completion is not masked,
+and its weight in the loss is not 0.
 
-What a reward function passes to log_metric is a metric too, under the function's own name for it: NAME in training, and
-eval/NAME and eval/sampled/NAME over held-out completions. It is the mean of the values.
+Values that a reward function passes to log_metric are averaged into a metric NAME, in evaluations eval/NAME and
+eval/sampled/NAME.
 
-Scripts for transformers' trainers read the log as `state.log_history`: an entry is the dict of a line of metrics.jsonl.
-Held-out metrics stand there under TRL's names: "eval_reward" is the mean total reward of the sampled completions where
-completions were sampled, and else of the greedy ones.
+`state.log_history` has one entry per line of metrics.jsonl, with held-out metrics under TRL's names. "eval_reward" is
+the mean total reward of the sampled completions, or of the greedy ones if none were sampled.
 """
 
 import json
@@ -131,7 +130,7 @@ METRICS = {
     "eval/time": "seconds of the evaluation",
 }
 
-# The columns of samples.jsonl that a run writes itself, in their order; the last two where tokens have ratios.
+# The columns of samples.jsonl in order; the last two only if tokens have ratios.
 SAMPLE_COLUMNS = (
     "step", "group", "prompt", "completion", "rewards", "advantage", "finish_reason", "tokens", "clipped",
     "token_ends", "logps", "ratios", "clipped_tokens",
@@ -140,21 +139,21 @@ _PATTERNS = [re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(known))) for known 
 
 
 def is_known(name: str) -> bool:
-    """Tell whether a name belongs to a metric of the table, or to the step of a line."""
+    """Return whether a name is a metric of the table, or the step of a line."""
     return any(pattern.fullmatch(name) for pattern in _PATTERNS)
 
 
 def check_metric(name: str | None) -> None:
-    """Check that a name may be the name of a metric: one of the table, in TRL's form too, or of a reward function."""
+    """Raise ValueError for a misspelt metric. Other unknown names may be logged by a reward function."""
     if name is None or is_known(name) or is_known(name.replace("eval_", "eval/", 1)):
         return
     meant = did_you_mean(name, METRICS)
-    if meant or not name:  # any other name may be one that a reward function will log
+    if meant or not name:  # a reward function may log any other name
         raise ValueError(f"unknown metric {name!r}{meant}")
 
 
 def reduced(name: str, values: Sequence[float]) -> float:
-    """Reduce the values of a metric over several steps to one."""
+    """Reduce the values of a metric over several steps to one value."""
     counted = name.startswith("rewards/") and name.endswith(("/errors", "/timeouts"))
     return (sum if counted else _REDUCED.get(name, _mean))(values)
 
@@ -167,7 +166,7 @@ def _last(values):
     return values[-1]
 
 
-# How the values of logging_steps steps become one where their mean would be wrong. `reduced` adds up what is counted.
+# Reductions over logging_steps steps other than the mean. `reduced` sums counts.
 _REDUCED = {
     "num_tokens": _last,
     "learning_rate": _last,
@@ -198,7 +197,7 @@ LEARNING_RATE = "learning_rate"  # every line of training has it, and no line of
 
 
 def evaluated(values: Mapping[str, float], prefix: str = "eval") -> dict[str, float]:
-    """Name what an evaluation measured as TRL does."""
+    """Rename the metrics of an evaluation as in TRL."""
     named, drawn = {}, {}
     for name, value in values.items():
         rest = name.removeprefix(f"{prefix}/")
@@ -209,11 +208,11 @@ def evaluated(values: Mapping[str, float], prefix: str = "eval") -> dict[str, fl
 
 
 def entry(step: int, values: Mapping[str, float]) -> dict[str, Any]:
-    """Make the entry of a line of metrics.jsonl."""
+    """Make the log_history entry of a line of metrics.jsonl."""
     made = {}
     for name, value in values.items():
         before, slash, _ = name.partition("/")
-        # A line is of training or of one evaluation, all of whose metrics have its prefix, whatever that is.
+        # A line belongs to training or to one evaluation, whose metrics share a prefix.
         if slash and LEARNING_RATE not in values:
             made.setdefault(before, {})[name] = value
         else:
@@ -229,7 +228,7 @@ def _finite(value):
 
 
 def read_history(path: Path, size: int) -> list[dict[str, Any]]:
-    """Read the entries of metrics.jsonl as it was when a checkpoint was written."""
+    """Read the entries in the first `size` bytes of metrics.jsonl."""
     try:
         with open(path, "rb") as file:
             lines = file.read(size).decode(errors="replace").splitlines()
@@ -256,12 +255,12 @@ def mean_loss(history: Iterable[Mapping[str, Any]]) -> float:
 
 
 def last_training(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Find the last entry that was written for training."""
+    """Return the last entry of training."""
     return dict(next((line for line in reversed(history) if LEARNING_RATE in line), {}))
 
 
 class Summary(dict):
-    """The summary of a run, a dict, with what transformers' `TrainOutput` has."""
+    """The summary of a run: a dict with the attributes of transformers' `TrainOutput`."""
 
     def __init__(self, summary: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         super().__init__(summary)
@@ -269,10 +268,10 @@ class Summary(dict):
 
     @property
     def global_step(self) -> int:
-        """The number of steps that the run made."""
+        """Number of steps of the run."""
         return self["steps"]
 
     @property
     def training_loss(self) -> float:
-        """The mean of the loss over the steps."""
+        """Mean loss over the steps."""
         return self.metrics["train_loss"]

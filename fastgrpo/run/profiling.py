@@ -1,8 +1,7 @@
-"""Where the time of a step goes: the seconds of each stage in every step, and a trace of some steps on request.
+"""Times the stages of every step, and traces some steps on request.
 
-The seconds of a stage do not contain those of a stage inside it. Time that belongs to no stage counts as `other`, so
-the stages of a step add up to the whole step. On CUDA the times are taken by events on the stream, which are read once
-when the step ends, so the host does not wait for the device before that.
+The seconds of a stage exclude stages inside it. Remaining time is `other`, so the stages add up to the step. On CUDA,
+events on the stream take the times. They are read at the end of the step, so the host syncs only once.
 """
 
 import resource
@@ -166,7 +165,7 @@ class Profiler:
 
 
 def needed_steps(steps: int) -> int:
-    """Count the steps that a run needs to be profiled: warm-up, timed and traced ones."""
+    """Return the number of steps that profiling needs: warmup, timed and traced."""
     return WARMUP_STEPS + 2 * steps
 
 

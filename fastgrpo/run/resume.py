@@ -1,4 +1,4 @@
-"""Resuming a run: the folder and the checkpoint to continue from, and whether settings and inputs are the same."""
+"""Resumes a run: finds its folder and checkpoint, and compares settings and inputs."""
 
 import hashlib
 import json
@@ -18,14 +18,14 @@ from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.run.checkpoint import checkpoints, read_state, step_of, verify
 from fastgrpo.run.folder import SWEEP_TABLE, RunFolder, claim_output_dir, contents, made_in, note
 
-# Settings that may be auto, of which a checkpoint knows what auto has chosen: `restore` compares that.
+# Settings that may be auto. A checkpoint stores the choice of auto, and `restore` compares it.
 CHOSEN = ("dtype", "gradient_checkpointing")
 
 
 def open_run(
     config: TrainingConfig, say: Callable[[str], None], inputs: Mapping[str, Path] | None = None
 ) -> tuple[RunFolder, Path | None]:
-    """Claim the folder of a run and find the checkpoint that it continues from."""
+    """Claim the folder of a run, and find the checkpoint to resume from."""
     resume, output_dir = config.resume_from_checkpoint, config.output_dir
     if output_dir is not None and SWEEP_TABLE in made_in(Path(output_dir)):
         raise ValueError(f"output_dir {output_dir} holds a sweep; choose another output_dir")
@@ -43,14 +43,14 @@ def open_run(
 
 
 def may_go_on(config: TrainingConfig, ranks: Ranks = ALONE) -> bool:
-    """Tell whether a run could go on in its output_dir, though the settings do not say so yet."""
+    """Return whether output_dir holds checkpoints, and resume_from_checkpoint is not set."""
     path = config.output_dir
     left = path is not None and os.path.isdir(path) and bool(checkpoints(path))
     return ranks.from_lead(left and config.resume_from_checkpoint is None, "whether output_dir holds a run")
 
 
 def _find(folder, config, say):
-    """Find the checkpoint in a claimed folder. A folder without one is emptied for a fresh start."""
+    """Find the checkpoint in a claimed folder. Empty a folder without one."""
     path, resume = folder.path, config.resume_from_checkpoint
     if resume == "auto":
         checkpoint = newest_good(path, say)
@@ -73,8 +73,8 @@ def _find(folder, config, say):
         folder.empty()
         return None
     check_settings(checkpoint, config, say)
-    # A checkpoint may have been copied here: its manifest confirms that it is of a run. A copy of a whole folder may
-    # lack the notes. There the settings in config.json confirm that the other files are of a run.
+    # A checkpoint may be a copy: its manifest proves that a run made it. A copy of a whole folder may lack the
+    # notes: then config.json proves that a run made the other files.
     whole = not folder.made() and _is_run(path)
     note(path, *(entry.name for entry in folder.foreign() if whole or entry == checkpoint))
     folder.refuse_foreign()
@@ -83,7 +83,7 @@ def _find(folder, config, say):
 
 
 def _is_run(path):
-    """Tell whether config.json in a folder holds the settings of a run."""
+    """Return whether config.json in a folder holds the settings of a run."""
     try:
         return "resume_from_checkpoint" in json.loads((path / "config.json").read_text())
     except (OSError, ValueError, TypeError, RecursionError):
@@ -105,7 +105,7 @@ def _parent(checkpoint, output_dir):
 
 
 def newest_good(run_dir: Path, say: Callable[[str], None]) -> Path | None:
-    """Find the newest checkpoint that is intact. Damaged ones are named and passed over."""
+    """Find the newest intact checkpoint. Skip damaged ones with a warning."""
     found = checkpoints(run_dir)
     for step in reversed(found):
         try:
@@ -119,7 +119,7 @@ def newest_good(run_dir: Path, say: Callable[[str], None]) -> Path | None:
 
 
 def set_aside(folder: RunFolder, step: int, say: Callable[[str], None]) -> None:
-    """Rename the checkpoints after a step, because the resumed run will write its own for these steps."""
+    """Rename the checkpoints after a step, since the resumed run writes these steps again."""
     for later, path in checkpoints(folder.path).items():
         if later > step:
             free = f"stale-{path.name}"
@@ -130,9 +130,9 @@ def set_aside(folder: RunFolder, step: int, say: Callable[[str], None]) -> None:
 
 
 def check_settings(checkpoint: Path, config: TrainingConfig, say: Callable[[str], None]) -> None:
-    """Compare the settings with those of a checkpoint. A change is allowed, gives a warning, or is refused.
+    """Compare the settings with those of a checkpoint. A change is allowed, a warning or an error, by `on_resume`.
 
-    `on_resume` says which of these applies to a setting. A setting that had no effect and has none now may differ.
+    A setting without effect before and now may differ.
     """
     state = read_state(checkpoint)
     if state["command"] != config.command:
@@ -143,7 +143,7 @@ def check_settings(checkpoint: Path, config: TrainingConfig, say: Callable[[str]
     before, now = state["config"], asdict(config)
     earlier = _earlier(before, config)
     for field in fields(config):
-        # Both go through JSON, as the old one did: tuples are lists there.
+        # Both go through JSON, where tuples are lists.
         old, new = (json.loads(json.dumps(v)) for v in (before.get(field.name, field.default), now[field.name]))
         rule, (_, holds) = on_resume(field.name, old, new), CONDITIONS.get(field.name, (None, None))
         if old == new or rule == "free" or (field.name in CHOSEN and "auto" in (old, new)):
@@ -163,7 +163,7 @@ def check_settings(checkpoint: Path, config: TrainingConfig, say: Callable[[str]
 
 
 def _earlier(before, config):
-    """Return the settings of a checkpoint as a record, unchecked: their ranges may have been others then."""
+    """Return the settings of a checkpoint as a record, without validation: ranges may have changed."""
     record = object.__new__(type(config))
     for field in fields(config):
         value = before.get(field.name, field.default)
@@ -176,7 +176,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def refuse_differences(ranks: Ranks, **values: Any) -> None:
-    """Refuse a run whose ranks read different things. All ranks call this together."""
+    """Raise if ranks read different inputs. All ranks call this together."""
     for rank, theirs in enumerate(ranks.gather(values, "what each rank reads")):
         for name, value in values.items():
             if theirs[name] != value:
@@ -189,8 +189,8 @@ def refuse_differences(ranks: Ranks, **values: Any) -> None:
 def digest_of_rows(rows: Iterable[dict]) -> str:
     """Hash data rows with all of their columns, in their order.
 
-    The order of the columns does not count. Arrays and tensors count by their numbers, other objects that JSON cannot
-    hold by their type, because their text may differ from one process to the next.
+    The order of columns does not matter. Arrays and tensors are hashed by value, and other objects that are not JSON by
+    type, because their text may differ between processes.
     """
     digest = hashlib.sha256()
     for row in rows:
@@ -201,7 +201,7 @@ def digest_of_rows(rows: Iterable[dict]) -> str:
 
 
 def _text(value):
-    """Return a value as JSON; its type where it cannot be written, such as a list that holds itself."""
+    """Return a value as JSON, or its type if it cannot be written, such as a list that contains itself."""
     try:
         return json.dumps(value, default=_plain, skipkeys=True, sort_keys=True)
     except (TypeError, ValueError, RecursionError):
@@ -220,8 +220,8 @@ def _plain(value):
 def digest_of_weights(weights: dict[str, torch.Tensor]) -> str:
     """Hash weights with their names, dtypes and shapes.
 
-    The bits of every `BLOCK` numbers are added up as integers on the device of the weights, and the sums are hashed. So
-    the result is the same on every device, and a model of many gigabytes takes seconds.
+    The bits of every `BLOCK` numbers are summed as integers on the device, and the sums are hashed. The result does not
+    depend on the device, and a model of many gigabytes takes seconds.
     """
     digest = hashlib.sha256()
     for name, tensor in weights.items():
@@ -241,7 +241,7 @@ def inputs_of(
 ) -> dict[str, Path]:
     """Find the files and folders that a run reads."""
     found = {"the model": getattr(model, "name_or_path", model), "the data set": config.dataset_name}
-    found["the rows of train_file"] = getattr(config, "train_file", None)  # a setting of supervised training alone
+    found["the rows of train_file"] = getattr(config, "train_file", None)  # only in supervised training
     for number, function in enumerate(functions, 1):
         found[f"the file of reward function {number}"] = _source(function)
         found[f"the model of reward function {number}"] = getattr(function, "name_or_path", None)
@@ -253,7 +253,7 @@ def inputs_of(
 
 
 def _source(function):
-    """Return the file of a reward function that is not our own, or None where it has none, as in a notebook."""
+    """Return the file of a user's reward function, or None, as in a notebook."""
     while isinstance(function, partial):
         function = function.func
     name = getattr(function, "__module__", None) or type(function).__module__

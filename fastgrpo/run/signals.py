@@ -1,10 +1,10 @@
-"""SIGINT and SIGTERM: the first lets a run finish its step and save, the second ends the process at once.
+"""SIGINT and SIGTERM: after the first a run finishes its step and saves, after the second the process ends.
 
-A reader of the output that leaves, as `head -1` does, lets a run finish its step and save too. The signal SIGPIPE
-itself stays ignored, as Python has it, because connections that have nothing to do with the output raise it as well.
+A closed output pipe, as after `head -1`, also makes a run finish its step and save. SIGPIPE itself stays ignored, as in
+Python, because unrelated connections raise it too.
 
-Several ranks stop after the same step, whichever of them a signal reached. torchrun sends SIGTERM also to the ranks
-that are left when one has died, so that a rank says nothing of a signal before all ranks have agreed to stop.
+All ranks stop after the same step, even if a signal reaches only one. torchrun also sends SIGTERM to the ranks that
+remain after a crash, so a rank reports a signal only after all ranks have agreed to stop.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """A context manager that catches the first SIGINT or SIGTERM. It is true once one came, or nobody reads the output.
+    """A context manager that catches the first SIGINT or SIGTERM. It is true after a signal or a closed output pipe.
 
-    After the first signal both have their default effect again. A signal that was ignored before stays ignored, as
-    SIGINT is under `nohup`. Python sets handlers in the main thread only; in other threads the context does nothing.
+    After the first signal, both have their default effect again. An ignored signal stays ignored, as SIGINT under
+    `nohup`. Python sets handlers only in the main thread; in other threads the context does nothing.
     """
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
@@ -51,10 +51,10 @@ class StopSignals:
             outlive_sigterm()
 
     def agree(self, what: str) -> bool:
-        """Tell whether the run shall stop. One rank's signal stops all ranks, which must all call this."""
+        """Return whether the run must stop. A signal of one rank stops all ranks, which must all call this."""
         received = next(filter(None, self._ranks.gather(self.received, what)), None)
         if received is None:
-            return False  # a signal that came meanwhile counts the next time
+            return False  # a later signal counts at the next call
         if self._ranks.size > 1 and self._ranks.lead and not self._told:
             self._tell(f"{_reason(received)}: the step is finished, saving; a second signal ends the ranks at once")
         self.received, self._told = received, True
@@ -79,14 +79,14 @@ class StopSignals:
 
     @staticmethod
     def _tell(text):
-        # os.write and not print, because the signal may have interrupted a print, which cannot be entered twice.
-        with contextlib.suppress(OSError):  # nobody may read stderr either
+        # os.write instead of print: the signal may have interrupted a print, which is not reentrant.
+        with contextlib.suppress(OSError):  # stderr may be closed too
             os.write(2, f"\n{text}\n".encode())
 
     def leave(self) -> NoReturn:
-        """End the process as the signal would have ended it.
+        """End the process with the exit code of the signal: 130, 143 or 141.
 
-        Shells, torchrun and Slurm then see the exit code 130, 143 or 141, and do not take the run for a success.
+        Shells, torchrun and Slurm then do not take the run for a success.
         """
         if self.received == signal.SIGINT:
             raise KeyboardInterrupt

@@ -212,7 +212,7 @@ class HostCopies:
             return memory.copy_(tensor, non_blocking=True)
 
     def _memory(self, tensor):
-        """Return host memory for a copy: free one of the same form, or new one, pinned as long as that works."""
+        """Return host memory for a copy: reused, or new and pinned while pinning works."""
         key = (tensor.dtype, tensor.shape, tensor.stride())
         memory = self._free[key].pop() if self._free[key] else None
         if memory is None and self._obstacle is None:
@@ -227,7 +227,7 @@ class HostCopies:
         return memory
 
     def before_update(self, *_: Any) -> None:
-        """Let each GPU finish the copies before what it is told to do from now on. The host does not wait."""
+        """Make later work on each GPU wait for the copies. The host does not wait."""
         for device, event in self._copied.items():
             torch.cuda.current_stream(device).wait_event(event)
 
@@ -238,14 +238,14 @@ class HostCopies:
         self._sources.clear()
 
     def release(self) -> None:
-        """Let the next set have the memory of this one, which is complete and read no more; free other memory."""
+        """Reuse the memory of this complete set for the next one; free other memory."""
         self._free.clear()
         for key, memory in self._used:
             self._free[key].append(memory)
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor lies on a GPU."""
+    """Return whether a tensor is on a GPU."""
     return tensor.device.type == "cuda"
 
 
@@ -280,7 +280,7 @@ PROGRESS = "progress"  # the part whose entries stand at the top of trainer_stat
 
 
 class Snapshot:
-    """A copy of a run's state on the host, which later training does not change."""
+    """A copy of a run's state on the host, unaffected by later training."""
 
     def __init__(
         self,
@@ -311,7 +311,7 @@ class Snapshot:
         self.state = _state(parts, {**about, **_division(policy, ranks)}) if ranks.lead else ""
 
     def write(self, path: Path) -> None:
-        """Write the state into an empty folder, in the thread that writes checkpoints, and free the copies."""
+        """Write the state into an empty folder, in the checkpoint thread, and free the copies."""
         together(self.ranks, lambda: self._write_files(path), f"the files of {path.name.removeprefix('.tmp-')}")
         if self.sharded:
             write_tensors(path / SHARDS, self.tensors, self.ranks)
@@ -319,7 +319,7 @@ class Snapshot:
         self.copies.release()
 
     def _write_files(self, path):
-        """Write all but the shards of the tensors: rank 0 the files of the run, each rank those of its own."""
+        """Write all files except shards of tensors: rank 0 those of the run, each rank its own."""
         self.copies.wait()
         if self.ranks.lead:
             transformers_logging.disable_progress_bar()  # transformers' bar would break up the run's own
@@ -335,14 +335,14 @@ class Snapshot:
 
 
 def _state(parts, about):
-    """Return what trainer_state.json holds."""
+    """Return the content of trainer_state.json."""
     apart = {"policy", PROGRESS}.union(*FILES.values())
     state = {name: part.state_dict() for name, part in parts.items() if name not in apart}
     return json.dumps({**parts[PROGRESS].state_dict(), **state, **about}, indent=2)
 
 
 def _files(parts):
-    """Return what one process writes: the states by the file that they go to."""
+    """Return the states that one process writes, by file."""
     files = {}
     for file, names in FILES.items():
         states = {name: parts[name].state_dict() for name in names if name in parts}
@@ -352,7 +352,7 @@ def _files(parts):
 
 
 def _named(parts):
-    """Return what several ranks write: the tensors in use by name, and all that is no tensor."""
+    """Return the state that several ranks write: tensors by name, and other values."""
     states = {"optimizer": parts["optimizer"].named_state(), "schedule": parts["schedule"].state_dict()}
     if "reference" in parts:
         states["reference"] = parts["reference"].state_dict()
@@ -365,7 +365,7 @@ def _named(parts):
 
 
 def _division(policy, ranks):
-    """Say how many ranks a run has and how they hold the policy; nothing of one process alone."""
+    """Return the number of ranks and the parallel mode; empty for one process."""
     parallel = "fsdp2" if policy.lockstep else "ddp"
     return {} if ranks.size == 1 and not policy.lockstep else {"ranks": ranks.size, "parallel": parallel}
 
@@ -377,9 +377,9 @@ def restore(
     say: Callable[[str], None],
     ranks: Ranks = ALONE,
 ) -> None:
-    """Restore the parts of a run from a checkpoint, the random generators after all that could draw from them.
+    """Restore the parts of a run from a checkpoint; the random generators last, since other parts may use them.
 
-    The log comes last: it cuts off what was written after the checkpoint. That stays where a rank cannot go on.
+    The log follows at the very end: it truncates later lines, which must remain if a rank fails before.
     """
 
     def compare(state):
@@ -399,7 +399,7 @@ def restore(
 
 
 def _with_state(path, do):
-    """Do something with the state in trainer_state.json."""
+    """Call `do` with the state in trainer_state.json."""
     try:
         do(read_state(path))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -410,7 +410,7 @@ def _with_state(path, do):
 
 
 def _compare(state, path, about, say):
-    """Compare what a run reads with what it read when the checkpoint was written."""
+    """Compare the inputs of a run with those of the checkpoint."""
     if state["dtype"] != about["dtype"]:
         before, now = (name.removeprefix("torch.") for name in (state["dtype"], about["dtype"]))
         raise ValueError(f"{path} was trained in {before}, the policy is {now} now; go on with --dtype {before}")
@@ -438,7 +438,7 @@ def _compare(state, path, about, say):
 
 
 def _compare_division(before, now, path, say):
-    """Tell where the ranks are others than those that wrote the checkpoint, since they add up in another order."""
+    """Warn about another number of ranks or parallel mode, which changes the order of sums."""
     before, now = (
         f"{state['ranks']} processes with {state['parallel']}" if state.get("ranks", 1) > 1 else "one process"
         for state in (before, now)
@@ -451,7 +451,7 @@ def _compare_division(before, now, path, say):
 
 
 def _load(parts, path, ranks, state):
-    """Hand each part but the log its state."""
+    """Restore each part except the log."""
     parts[PROGRESS].load_state_dict(state)
     apart = {"policy", PROGRESS, LOG}.union(*FILES.values())
     for name, part in parts.items():
@@ -481,7 +481,7 @@ def _load_files(parts, path):
 
 
 def _load_shards(parts, path):
-    """Load what several ranks wrote, in place. The weights that training changes are those of the optimizer."""
+    """Load the state of several ranks in place. Trained weights are in the optimizer."""
     names = tensors_in(path / SHARDS)
     parts["optimizer"].make_room({name.removeprefix("optimizer.") for name in names if name.startswith("optimizer.")})
     tensors, _ = _named(parts)
@@ -494,7 +494,7 @@ def _load_shards(parts, path):
 
 
 def _read(file):
-    """Read a file of a checkpoint. Raises ValueError where it is missing or is no file of torch's."""
+    """Read a file of a checkpoint. Raises ValueError if it is missing or not a torch file."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:

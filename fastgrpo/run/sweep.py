@@ -2,8 +2,8 @@
 
     --sweep num_generations=2,4,8 --sweep learning_rate=1e-4,4e-4 --sweep_seeds 0,1,2
 
-makes 18 runs, each in a process and a folder of its own, with its output in a .log of the same name. sweep.csv has a
-line for each run that is done, and sweep.png their curves. A run that is done is not made again; a stopped one resumes.
+makes 18 runs, each in its own process and folder, with its output in a .log of the same name. sweep.csv has a line per
+finished run, and sweep.png shows their curves. Finished runs are kept, and stopped ones resume.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ FIGURES = ("accuracy_before", "accuracy_after", "reward", "steps", "num_tokens",
 
 
 class SweepRun(NamedTuple):
-    """One run: what was swept besides the seed, the name of its folder, its arguments, and its settings."""
+    """One run: its swept settings without the seed, the name of its folder, its arguments and its settings."""
 
     setting: str
     name: str
@@ -45,7 +45,7 @@ class SweepRun(NamedTuple):
 
 
 def take_sweep(argv: list[str]) -> list[SweepRun] | None:
-    """Read the flags of a sweep and check the settings of all runs. Returns None if no sweep is asked for."""
+    """Parse the flags of a sweep, and validate the settings of all runs. Returns None without these flags."""
     rest, given = take_flags(argv, "--sweep")
     rest, seeds = take_flags(rest, "--sweep_seeds")
     grid, runs = {}, []
@@ -68,7 +68,7 @@ def take_sweep(argv: list[str]) -> list[SweepRun] | None:
 
 
 def run_sweep(runs: list[SweepRun]) -> None:
-    """Make the runs that are not done yet, and write the table and the picture of those that are."""
+    """Make the unfinished runs, and write the table and the picture."""
     config, path, failed = runs[0].config, Path(runs[0].config.output_dir or ""), []
     if config.output_dir and path.is_dir() and contents(path) and SWEEP_TABLE not in made_in(path):
         raise ValueError(f"output_dir {path} is not empty and holds no sweep to go on with; choose another folder")
@@ -94,7 +94,7 @@ def run_sweep(runs: list[SweepRun]) -> None:
 
 
 def _make(run, folder, stop):
-    """Make one run, and return what went wrong. In a process group of its own, Ctrl-C reaches it from here only."""
+    """Make one run, and return its error, if any. It has its own process group, so it does not get Ctrl-C."""
     path = folder.path / run.name
     command = [*COMMAND, *run.argv, "--output_dir", str(path), "--resume_from_checkpoint", "auto", "--quiet", "False"]
     with open(folder.claim(f"{run.name}.log"), "ab") as log:
@@ -111,7 +111,7 @@ def _make(run, folder, stop):
 
 
 def figures_of(run: SweepRun, folder: Path) -> dict[str, float | None] | None:
-    """Read the figures of a run. Returns None unless it is done with these settings."""
+    """Read the figures of a run. Returns None unless it has finished with these settings."""
     settings, summary = folder / run.name / "config.json", folder / run.name / "summary.json"
     try:  # a run writes its settings whenever it starts or resumes, and the summary at its end
         before, figures = json.loads(settings.read_text()), json.loads(summary.read_text())
@@ -126,7 +126,7 @@ def figures_of(run: SweepRun, folder: Path) -> dict[str, float | None] | None:
 
 
 def _report(runs, folder, terminal):
-    """Write and print sweep.csv, and draw the mean over the seeds of each setting with a band of their deviation."""
+    """Write and print sweep.csv, and plot mean and standard deviation over the seeds of each setting."""
     from matplotlib.figure import Figure
 
     done = [(run, figures) for run in runs if (figures := figures_of(run, folder.path))]

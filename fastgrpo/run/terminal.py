@@ -1,7 +1,7 @@
-"""What a command shows in the terminal: one bar, a line for each logged step at most, and tables.
+"""The terminal output of a command: one bar, at most one line per logged step, and tables.
 
-Where stdout is a terminal, rich colours warnings, errors and tables, unless NO_COLOR or TERM=dumb forbid it. Elsewhere,
-as in a pipe or a log file, there is plain text without colours and control characters, and no bar.
+In a terminal, rich colors warnings, errors and tables, unless NO_COLOR or TERM=dumb is set. In a pipe or file, output
+is plain text without colors, control characters and bar.
 """
 
 import os
@@ -21,16 +21,16 @@ from tqdm import tqdm
 from fastgrpo.config.command import escape_controls
 from fastgrpo.run.curves import duration, markdown_table, table
 
-URGENT = re.compile(r"(?:step \d+: )?(warning|error)\b")  # how a text begins that --quiet does not keep back
+URGENT = re.compile(r"(?:step \d+: )?(warning|error)\b")  # prefix of texts that --quiet still prints
 STYLES = {"warning": "yellow", "error": "bold red"}
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
 SHARE_BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-REDRAW_SECONDS = 0.1  # between two pictures of a bar
-BESIDE = 2  # values of the last step behind the bar, which leave room for it in 80 columns
+REDRAW_SECONDS = 0.1  # between two draws of a bar
+BESIDE = 2  # values of the last step beside the bar, which fit in 80 columns
 
 
 class Terminal:
-    """The owner of what a command shows: the bar (None without one), the lines and the tables."""
+    """Prints the bar (None without one), lines and tables of a command."""
 
     def __init__(self, bars: bool = True, quiet: bool = False, silent: bool = False) -> None:
         self.quiet, self.silent = quiet or silent, silent
@@ -39,13 +39,13 @@ class Terminal:
         self._started, self._first, self._shown = 0.0, 0, ""
 
     def say(self, text: str) -> None:
-        """Print a text above the bar. Control characters in it are spelled as escapes."""
+        """Print a text above the bar, with control characters as escapes."""
         urgent = URGENT.match(text)
         if urgent or not self.quiet:
             self._print(text, STYLES[urgent[1]] if urgent else "")
 
     def last(self, text: str) -> None:
-        """Print a text that --quiet does not keep back either, such as the last line, which names the folder."""
+        """Print a text even with --quiet, such as the last line with the run folder."""
         self._print(text)
 
     def _print(self, text, style=""):
@@ -82,7 +82,7 @@ class Terminal:
         self.say("  ".join(cells))
 
     def progress(self, total: int, name: str, done: int = 0) -> None:
-        """Start a bar in place of the one before it. `advance` moves it."""
+        """Replace the bar by a new one. `advance` moves it."""
         self.close_bar()
         self.total, self.done, self._first, self._shown = total, done, done, ""
         hidden = not (self.bars and is_terminal(sys.stderr))
@@ -94,7 +94,7 @@ class Terminal:
         self._started = time.perf_counter()
 
     def advance(self, count: int = 1, **values: float) -> None:
-        """Move the bar, and show the time that is left."""
+        """Move the bar, and show the remaining time."""
         self.done += count
         if values:
             self._shown = " ".join(f"{name} {value:.3g}" for name, value in [*values.items()][:BESIDE])
@@ -102,22 +102,22 @@ class Terminal:
         self.bar.update(count)
 
     def seconds_left(self) -> float | None:
-        """Estimate the seconds to the end from the mean pace since the bar began; None before the first step."""
+        """Estimate the remaining seconds from the mean pace of the bar; None before the first step."""
         here = self.done - self._first
         return (time.perf_counter() - self._started) / here * (self.total - self.done) if here else None
 
     def _show_left(self):
-        """Put the time that is left, and the values of the last step, behind the bar."""
+        """Show the remaining time and the values of the last step beside the bar."""
         left = self.seconds_left()
         shown = [self._shown, "" if left is None else f"{duration(left)} left"]
         self.bar.set_postfix_str(", ".join(reversed([*filter(None, shown)])), refresh=False)
 
     @contextmanager
     def share(self, name: str) -> Iterator[Callable[[float], object]]:
-        """Show how much of some work is done: behind the bar where there is one, else on a bar that goes away.
+        """Show the progress of a task: beside the bar if there is one, else on a temporary bar.
 
-        The time that is left assumes that every completion goes on to its limit; most end earlier. Its rate is that of
-        the whole work so far, because prompts are read faster than completions are drawn.
+        The remaining time assumes that every completion reaches its limit; most end earlier. It uses the mean rate,
+        because prompts are processed faster than completions are drawn.
         """
         if not self._live():
             hidden = not (self.bars and is_terminal(sys.stderr)) or self.bar is not None
@@ -143,7 +143,7 @@ class Terminal:
         self.bar.refresh()
 
     def _live(self):
-        """Whether there is a bar to see."""
+        """Return whether a bar is visible."""
         return self.bar is not None and not self.bar.disable
 
     def close_bar(self) -> None:
@@ -154,12 +154,12 @@ class Terminal:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Tell whether a stream is a terminal that can move its cursor."""
+    """Return whether a stream is a terminal that can move its cursor."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
 def print_table(rows: Sequence[tuple[str, Any]]) -> None:
-    """Print names and values: as a table of rich in a terminal, and as aligned plain text elsewhere."""
+    """Print names and values: as a rich table in a terminal, otherwise as aligned text."""
     rows = [(escape_controls(name), escape_controls(str(value))) for name, value in rows]
     if is_terminal(sys.stdout):
         _print_rich(rows, Column(style="bold", no_wrap=True), Column(overflow="fold"))
@@ -168,7 +168,7 @@ def print_table(rows: Sequence[tuple[str, Any]]) -> None:
 
 
 def print_columns(lines: Sequence[Sequence[str]]) -> None:
-    """Print a table with titles: as a table of rich in a terminal, and as a Markdown table elsewhere."""
+    """Print a table with titles: as a rich table in a terminal, otherwise as a Markdown table."""
     titles, *rows = [[escape_controls(cell) for cell in line] for line in lines]
     if is_terminal(sys.stdout):
         styles = ["bold", *[""] * len(titles)]

@@ -1,8 +1,8 @@
-"""Where a run's metrics and completions are shown besides its folder: TensorBoard, Weights & Biases and trackio.
+"""Trackers of metrics and completions: TensorBoard, Weights & Biases and trackio.
 
-All of them get the names of TRL's trainers: `train/reward`, `eval/accuracy`, and a table `completions` a logged step.
-A run that goes on continues the run that they know: trackers.json in its folder says which that is. What they were sent
-after the checkpoint they keep, and get it once more: the values of a step are the same.
+They get the names of TRL's trainers: `train/reward`, `eval/accuracy`, and a table `completions` per logged step. A
+resumed run continues its tracked run, whose id is in trackers.json. Steps after the checkpoint are sent again, with
+equal values.
 """
 
 import contextlib
@@ -39,17 +39,17 @@ def named(step: int, values: Mapping[str, float]) -> dict[str, float]:
 
 
 class Tracker:
-    """One place that a run reports to, made from (config, folder, checkpoint)."""
+    """A tracker, made from (config, folder, checkpoint)."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Report metrics."""
+        """Send metrics."""
         raise NotImplementedError
 
     def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Report a table of completions; a tracker without tables ignores it."""
+        """Send a table of completions; a tracker without tables ignores it."""
 
     def close(self) -> None:
-        """Hand over what is left, and end."""
+        """Send pending data, and close."""
         raise NotImplementedError
 
 
@@ -91,7 +91,7 @@ class WandB(Tracker):
             )
         except self.wandb.errors.Error as error:
             raise ValueError(f"report_to wandb: {error}; log in by `wandb login`, or set WANDB_MODE=offline") from error
-        # W&B counts what it is sent, and refuses what goes back. So steps are values of their own, as in transformers.
+        # W&B refuses decreasing steps, so the step is a metric, as in transformers.
         self.run.define_metric(STEP)
         self.run.define_metric("*", step_metric=STEP, step_sync=True)
         self.table = None
@@ -100,7 +100,7 @@ class WandB(Tracker):
         self.run.log({**values, STEP: step})
 
     def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
-        # A table of this mode keeps its earlier rows: a new table under the same name would hide those of other steps.
+        # An incremental table keeps earlier rows: a new table of the same name would hide them.
         if self.table is None or self.table.columns != list(columns):
             self.table = self.wandb.Table(columns=list(columns), log_mode="INCREMENTAL", allow_mixed_types=True)
         for row in zip(*columns.values(), strict=True):
@@ -127,7 +127,7 @@ class Trackio(Tracker):
             )  # fmt: skip
 
     def _said(self):
-        """trackio prints where its pages are, and has no setting that silences it."""
+        """Silence trackio with --quiet; it prints the address of its pages and has no such setting."""
         return contextlib.redirect_stdout(io.StringIO()) if self.quiet else contextlib.nullcontext()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -155,9 +155,9 @@ def _module(name, module=None) -> ModuleType:
 
 
 def _known(folder, name, new):
-    """Return the id under which a tracker knows the run: the noted one, else `new`, which is noted.
+    """Return the tracker's id of the run from trackers.json, or store and return `new`.
 
-    The folder of a new run is empty, so a note that is there is of this run.
+    The folder of a new run is empty, so an existing file belongs to this run.
     """
     path = folder.path / KNOWN
     try:
