@@ -32,14 +32,10 @@ from benchmarks.liger_cases import (
     run_class,
     run_function,
     truth,
-)  # fmt: skip
+)
 from fastgrpo import Objective
 from fastgrpo.integrations import liger
-from fastgrpo.integrations.liger import (
-    LigerFusedLinearGRPOLoss,
-    step_tokens,
-    triton_grpo_loss,
-)
+from fastgrpo.integrations.liger import LigerFusedLinearGRPOLoss, step_tokens, triton_grpo_loss
 
 
 def parameters(function):
@@ -131,14 +127,6 @@ def test_the_reference_by_its_states(use_ref_model):
         assert isinstance(metrics, tuple) and all(m.shape == () and m.dtype == torch.float32 for m in (loss, *metrics))
         results.append((loss.detach(), metrics, {"hidden": hidden.grad}))
     assert gap(*results) <= CLOSE and (results[1][1][0] > 0) == use_ref_model
-
-
-def test_log_probs_of_the_reference_go_before_its_states():
-    p = batch()
-    given = {"ref_per_token_logps": p.ref_logps, "ref_input": p.hidden, "ref_weight": p.weight}
-    with pytest.warns(UserWarning, match="Using ref_per_token_logps"):
-        both = run_class(LigerFusedLinearGRPOLoss, p, {"beta": 0.2}, **given)
-    assert gap(both, run_class(LigerFusedLinearGRPOLoss, p, {"beta": 0.2})) == 0
 
 
 @pytest.mark.parametrize("name", ["grpo-ratio-k3", "luspo-sequence-plain", "vespo-ratio-of-sequences"])

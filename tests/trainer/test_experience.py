@@ -104,21 +104,6 @@ def test_the_bound_ends_a_step_and_dropped_groups_fill_up(folder, tmp_path):
         assert any(not torch.equal(a, b) for a, b in pairs) == moves
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
-def test_dropped_groups_do_not_count_in_the_normalizer_and_those_that_fill_up_do(folder, tmp_path, loss_type):
-    trainer = make_trainer(folder, tmp_path, "1001" + "0000", dynamic_sampling=2, loss_type=loss_type)
-    updated, update = [], trainer.updates
-    trainer.updates = lambda groups, with_entropy: updated.append(update(groups, with_entropy)) or updated[0]
-    _, experience = stepped(trainer)
-    trained = updated[0][0]
-    assert len(trained) == 16 and len(experience) == 24
-    tokens = sum(len(sample.ids) for sample in trained)
-    for sample in trained:
-        expected = 1 / tokens if loss_type == "dapo" else 1 / 16 / len(sample.ids)
-        torch.testing.assert_close(sample.weights, torch.full_like(sample.weights, expected))
-    assert [i for i, sample in enumerate(experience) if sample.trained] == [*range(16)]
-
-
 def test_a_source_that_gives_another_number_of_rows_is_refused(folder, tmp_path):
     trainer = make_trainer(folder, tmp_path, "1" * 8, dynamic_sampling=0)
     trainer.source.take = lambda count: planned("1" * 3)

@@ -141,18 +141,6 @@ def test_rewards_read_columns_and_the_state(tmp_path):
     assert seen == [(0, 0, [0, 1, 2, 3]), (1, 1, [0, 1, 2, 3])]
 
 
-def test_what_rewards_log_has_its_own_name(tmp_path):
-    def reward(completions, log_metric, log_extra, **_):
-        log_metric("custom_accuracy", 0.75)
-        log_extra("test_column", [text[:5] for text in completions])
-        return length(completions)
-
-    trainer = script(tmp_path, reward, max_steps=1)
-    trainer.train()
-    assert [entry["custom_accuracy"] for entry in trainer.state.log_history] == [0.75] * 2
-    assert "test_column" in lines(tmp_path / "run" / "samples.jsonl")[0]
-
-
 def test_a_row_that_nothing_judges_is_told_of(tmp_path, caplog):
     def some(prompts, completions, **_):
         return [None if prompt == "c" else float(len(text)) for prompt, text in zip(prompts, completions, strict=True)]

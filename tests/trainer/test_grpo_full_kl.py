@@ -1,7 +1,6 @@
 """The step with the KL of the full distributions: its gradient against full logits, its passes, and whole runs."""
 
 import dataclasses
-from collections import Counter
 
 import pytest
 import tiny
@@ -116,23 +115,6 @@ def test_the_gradient_is_that_of_full_logits(name, share_prompt):
         assert actual.keys() == expected.keys()
         for weight, gradient in expected.items():
             torch.testing.assert_close(actual[weight], gradient, rtol=1e-3, atol=2e-5, msg=weight)
-
-
-@pytest.mark.parametrize("num_iterations", [1, 3])
-def test_the_reference_runs_once_a_pass_and_scores_nothing(num_iterations, monkeypatch):
-    policy = Policy(tiny.model())
-    update = make_update(policy, Objective(**FULL), num_iterations=num_iterations, updates_per_rollout=2)
-    calls = Counter()
-    for name in ("states", "score"):
-        kept = getattr(update.reference, name)
-        monkeypatch.setattr(
-            update.reference, name, lambda *args, name=name, kept=kept: calls.update([name]) or kept(*args)
-        )
-    samples = samples_of()
-    updated = update([samples[:3], samples[3:]])
-    assert calls == {"states": 2 * num_iterations}
-    assert all(sample.ref_logps is None for sample in updated[0])
-    assert updated[1]["skipped_updates"] == 0 and updated[1]["grad_norm"] > 0
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from paths import ROOT
 from resumed import assert_same_run
 from transformers import AutoModelForCausalLM
 
-from fastgrpo.run.checkpoint import checkpoints, verify
+from fastgrpo.run.checkpoint import checkpoints
 from fastgrpo.train import main
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -61,20 +61,6 @@ def wait_for_a_save(process, run, at_start=()):
     """Until the process has written a checkpoint that was not there when it started, or has ended."""
     while process.poll() is None and set(checkpoints(run) if run.exists() else ()) <= set(at_start):
         time.sleep(0.01)
-
-
-@pytest.mark.slow
-def test_a_process_that_is_told_to_stop_says_how_to_go_on(folder):
-    process, run = start(folder, "run", 100_000), folder / "run"
-    wait_for_a_save(process, run)
-    process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 143, said
-    step = list(checkpoints(run))[-1]
-    verify(run / f"checkpoint-{step}")
-    assert "SIGTERM: finishing the step, then saving; a second signal ends the process at once" in said
-    last = said.strip().splitlines()[-1]
-    assert last == f"stopped after step {step}; continue with --resume_from_checkpoint auto --output_dir {run}"
 
 
 def test_a_killed_run_of_adapters_goes_on_and_leaves_a_plain_model(folder, monkeypatch, capsys):
