@@ -13,7 +13,7 @@ import tiny
 import torch
 import trl
 from runs import PROMPTS, lines, make_trainer, share_of_a
-from transformers import EarlyStoppingCallback, Qwen2ForSequenceClassification, Qwen2ForTokenClassification
+from transformers import EarlyStoppingCallback, Qwen2ForSequenceClassification
 
 from fastgrpo import GRPOConfig, GRPOTrainer, SFTConfig
 from fastgrpo.trainer.setup import advice
@@ -113,32 +113,6 @@ def test_a_reward_model_trains(tmp_path, chat):
     trainer = script(tmp_path, given, rows=rows, chat=chat, reward_processing_classes=tokenizers)
     assert trainer.reward_processing_classes[0] is tokenizer or chat
     assert trained(trainer) and lines(tmp_path / "run" / "metrics.jsonl")[0]["reward_std"] > 0
-
-
-def test_a_process_reward_model_trains_beside_a_function(tmp_path):
-    torch.manual_seed(0)
-    Qwen2ForTokenClassification(tiny.config(vocab_size=258, num_labels=2)).save_pretrained(tmp_path / "prm")
-    tiny.tokenizer().save_pretrained(tmp_path / "prm")
-    settings = {"process_rewards": "token", "reward_model_kwargs": {"device": "cpu", "separator": "a"}}
-    assert trained(script(tmp_path, [f"prm:{tmp_path / 'prm'}", share_of_a], **settings))
-    rows = lines(tmp_path / "run" / "samples.jsonl")
-    steps = [row["prm/steps"] or [] for row in rows]
-    assert [len(of_one) for of_one in steps] == [
-        sum(map(bool, map(str.strip, r["completion"].split("a")))) for r in rows
-    ]
-    assert [row["rewards"]["prm"] for row in rows] == [min(of_one) if of_one else None for of_one in steps]
-    assert lines(tmp_path / "run" / "metrics.jsonl")[0]["frac_informative"] > 0
-
-
-def test_rewards_read_columns_and_the_state(tmp_path):
-    seen = []
-
-    def reward(completions, some_values, trainer_state, **_):
-        seen.append((trainer_state.global_step, len(trainer_state.log_history), sorted(set(some_values))))
-        return [abs(len(text) - value) for text, value in zip(completions, some_values, strict=True)]
-
-    assert trained(script(tmp_path, reward, rows=[{**row, "some_values": i} for i, row in enumerate(PROMPTS)]))
-    assert seen == [(0, 0, [0, 1, 2, 3]), (1, 1, [0, 1, 2, 3])]
 
 
 def test_a_row_that_nothing_judges_is_told_of(tmp_path, caplog):

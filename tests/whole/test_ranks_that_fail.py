@@ -5,6 +5,7 @@ import re
 import pytest
 from ranks import forked
 
+pytestmark = pytest.mark.slow
 SECOND = "the completions that the ranks drew in step 2"
 
 

@@ -8,7 +8,7 @@ from resumed import Crash, assert_same_run, make_trainer, untimed
 from safetensors.torch import load_file
 from trained_ranks import CASE, CHANGES, KILLS, STEPS, cases, crashing, share_of_a
 
-pytestmark = pytest.mark.usefixtures("without_curves")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_curves")]
 
 
 def started(folder, size):
@@ -43,7 +43,6 @@ def assert_close(run, whole):
         torch.testing.assert_close(weights[0][name], value, rtol=0, atol=3e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.slow
 def test_runs_go_on_in_the_same_mode_to_the_last_bit_and_in_another_within_rounding(tmp_path):
     top, ended = started(tmp_path, "small")
     for case in ("ddp", "fsdp2", "from-ddp", "from-fsdp2"):
@@ -56,7 +55,6 @@ def test_runs_go_on_in_the_same_mode_to_the_last_bit_and_in_another_within_round
         assert_close(top / f"from-{mode}", top / f"{mode}-whole")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_kills_at_random_moments_change_nothing(many, mode):
     """Kills of one rank or of both, as they begin some exchange, or as they write, hash, rename or delete a file.
@@ -76,7 +74,6 @@ def many(tmp_path_factory):
     return started(tmp_path_factory.mktemp("killed"), "kills")
 
 
-@pytest.mark.slow
 def test_other_numbers_of_ranks_come_to_where_one_process_would(tmp_path):
     top, said = tmp_path / "runs", {}
     make_trainer(top, "one-whole", share_of_a, **STEPS).train()
