@@ -1,7 +1,7 @@
 """fastgrpo: Group Relative Policy Optimization (https://arxiv.org/abs/2402.03300) on fused kernels.
 
-Importing this package is quick, because every public name is loaded on first use. The loss needs torch and Triton
-alone; the trainer and the engine need the packages of `pip install fastgrpo[train]`.
+Public names are loaded on first use, so the import is fast. The loss needs only torch and Triton; the trainer and the
+engine need the packages of `pip install fastgrpo[train]`.
 """
 
 import importlib
@@ -10,8 +10,8 @@ from typing import Any
 
 from fastgrpo._version import __version__
 
-# The kernels live beside this package in a checkout and inside it in a wheel; `fastgrpo.kernels` finds both. A
-# top-level package `kernels` would shadow Hugging Face's package of that name, which transformers imports.
+# The kernels are beside this package in a clone, and inside it in a wheel; `fastgrpo.kernels` finds both. A top-level
+# package `kernels` would shadow Hugging Face's package of that name, which transformers imports.
 if not (Path(__file__).parent / "kernels").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
 

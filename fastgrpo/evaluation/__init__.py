@@ -1,1 +1,1 @@
-"""Held-out accuracy: greedy completions, pass@k and maj@k, with their intervals."""
+"""Evaluation on held-out prompts: accuracy, pass@k and maj@k, with intervals."""

@@ -6,12 +6,12 @@ the share of all k-subsets of the n completions that hold a right one:
     pass@k = 1 - C(n - right, k) / C(n, k)
 
 maj@k is the probability that a majority vote among k completions is right. Its estimate is the share of all k-subsets
-whose most frequent answer is right. Answers that tie share the win evenly, and a completion without an answer has no
-vote. Both estimates are exact means over the subsets, so they are unbiased for every k <= n.
+whose most frequent answer is right. Ties share the win evenly, and a completion without an answer has no vote. Both
+estimates are exact means over the subsets, so they are unbiased for every k <= n.
 
-The intervals regard the problems as a sample from a population. Wilson's interval serves means of values that are 0 or
-1 for every problem, because the bootstrap would give it no width where all problems agree. The percentile bootstrap
-over the problems, with 2,000 resamples from a fixed seed, serves every other mean.
+Intervals are over problems, as a sample from a population. Wilson's interval is for means of 0 and 1, because the
+bootstrap has no width if all problems agree. Other means use the percentile bootstrap, with 2,000 resamples from a
+fixed seed.
 """
 
 import math
@@ -22,16 +22,16 @@ import numpy as np
 
 Z = 1.959963984540054  # quantile of the normal distribution for a two-sided 95% interval
 RESAMPLES = 2000
-DIGITS = 12  # of maj@k: rounded to them, a vote that is always right is exactly 1, as the choice of intervals needs
-MAX_DRAWS = 1000  # with more, the numbers of subsets exceed the range of a float
+DIGITS = 12  # decimals of maj@k, so that a vote that is always right is exactly 1, which selects the interval
+MAX_DRAWS = 1000  # with more, the number of subsets exceeds the range of a float
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """Estimate pass@k of one problem: the share of k-subsets of its completions that hold a right one.
+    """Estimate pass@k of one problem: the share of k-subsets of its completions with a right one.
 
     Args:
-        n: The number of completions.
-        right: How many of them are right.
+        n: Number of completions.
+        right: Number of right completions.
         k: The size of the subsets, from 1 to n.
 
     Returns:
@@ -49,8 +49,8 @@ def maj_at_k(answers: Sequence[Hashable], right: Sequence[bool], k: int) -> floa
 
     Args:
         answers: The answer of each of the n completions, None for a completion without one.
-        right: Whether each completion is right. Where completions with one answer differ in this, the answer counts as
-            right by the share of them that are.
+        right: Whether each completion is right. An answer whose completions differ counts by its share of right
+            ones.
         k: The size of the subsets, from 1 to n.
 
     Returns:
@@ -63,7 +63,7 @@ def maj_at_k(answers: Sequence[Hashable], right: Sequence[bool], k: int) -> floa
     _check(n, k)
     votes = Counter(answers)
     silent = votes.pop(None, 0)
-    worth = Counter()  # how many right answers there are of each size, each counted by the share of it that is right
+    worth = Counter()  # number of right answers of each size, each weighted by its right share
     for answer, ok in zip(answers, right, strict=True):
         if ok and answer is not None:
             worth[votes[answer]] += 1 / votes[answer]
@@ -82,7 +82,7 @@ def _ways(others, silent, top, rest):
     """
     ways = np.zeros((rest + 1, 1))  # indices: completions chosen, answers that tie
     ways[: min(silent, rest) + 1, 0] = [math.comb(silent, i) for i in range(min(silent, rest) + 1)]
-    for size, answers in sorted(others.items()):  # those that cannot tie come first, while there is one column
+    for size, answers in sorted(others.items()):  # first those that cannot tie, with one column
         for _ in range(answers):
             columns = min(ways.shape[1] + (size >= top), rest // top + 1)
             new = np.zeros((rest + 1, columns))
@@ -121,7 +121,7 @@ def bootstrap(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """Compute the 95% percentile bootstrap interval of a mean over problems.
 
     Args:
-        values: One value for each problem. NaN marks a problem without a value, which is left out.
+        values: One value per problem. Problems with NaN are dropped.
 
     Returns:
         The lower and the upper end of the interval.

@@ -1,8 +1,8 @@
-"""Evaluation on held-out prompts, through the same rollout and rewards as training.
+"""Evaluation on held-out prompts, with the rollout and rewards of training.
 
-One greedy completion of each prompt gives the accuracy, and K sampled completions of each give pass@k and maj@k. The
-format rate is the share of completions to which a reward function named ...format_reward gives its full mark, which is
-its attribute `full_mark`, or 1.0 without one. Every mean has a 95% interval, see estimators.py.
+One greedy completion per prompt gives the accuracy, and K sampled ones give pass@k and maj@k. The format rate is the
+share of completions with the full mark of a reward function named ...format_reward: its attribute `full_mark`, or 1.0.
+Every mean has a 95% interval, see estimators.py.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from fastgrpo.rollout.sampling import SamplingParams
 def load_sampler(
     path: str, tokenizer: PreTrainedTokenizerBase, config: Any, **filters: Any
 ) -> tuple[Policy, RolloutBackend, SamplingParams]:
-    """Load the model of a command, the engine that completes its prompts, and how its settings draw."""
+    """Load the model of a command, its engine, and its sampling parameters."""
     policy, _ = load_policy(
         path, dtype=config.dtype, device=config.device, tokenizer=tokenizer,
         trust_remote_code=config.trust_remote_code, own_attention=config.rollout_backend == "hf",
@@ -48,10 +48,10 @@ class Evaluation:
     """The results of an evaluation.
 
     Attributes:
-        values: Metrics by name; the names are those of `METRICS` that begin with eval/.
-        intervals: The 95% interval (low, high) of those metrics that are means over prompts.
-        rows: One dict a completion, for a file or a table.
-        notes: Texts that the user needs to interpret the values.
+        values: Metrics by name: those of `METRICS` that start with eval/.
+        intervals: The 95% interval (low, high) of metrics that are means over prompts.
+        rows: One dict per completion.
+        notes: Texts that help to interpret the values.
     """
 
     values: dict[str, float]
@@ -67,7 +67,7 @@ class Evaluation:
         return self.values | bounds
 
     def summary(self) -> str:
-        """Return a line with the accuracy, pass@1, and pass@k and maj@k of the largest k; then a line for each note."""
+        """Return a line with accuracy, pass@1, and pass@k and maj@k of the largest k, and a line per note."""
         prompts = sum(row["draw"] == "greedy" for row in self.rows)
         by_kind = {name.partition("@")[0]: name for name in self.values if "@" in name}  # the last k of each
         shown = dict.fromkeys(["eval/accuracy", *(["eval/pass@1"] if by_kind else []), *by_kind.values()])
@@ -81,7 +81,7 @@ class Evaluation:
             name: The metric.
 
         Returns:
-            The text; empty where the metric was not measured.
+            The text; empty if the metric was not measured.
         """
         if name not in self.values:
             return ""
@@ -101,26 +101,27 @@ def evaluate(
     ranks: Ranks = ALONE,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Evaluation:
-    """Complete each held-out row once greedily and several times by sampling, and judge all completions.
+    """Complete each held-out row greedily once, and num_generations times by sampling; judge all completions.
 
     Args:
         engine: An idle rollout backend.
         tokenizer: The policy's tokenizer.
         rows: Data rows.
-        rewards: The reward functions; the first one is the accuracy.
-        sampling: How to draw; its max_tokens and stop_token_ids hold for the greedy completions too.
-        trainer_state: How far the run is, which is passed to the reward functions.
-        progress: A function that is called with the share of the work that was just done, or None. The shares add up to
-            1; the greedy completion of a prompt and each of its draws count the same.
-        num_generations: How many completions are sampled for each prompt, in addition to the greedy one. It may be 0.
-        ranks: The ranks, each of which completes and judges a share of the rows.
+        rewards: The reward functions; the first defines the accuracy.
+        sampling: Sampling parameters. Greedy completions use its max_tokens and stop_token_ids too.
+        trainer_state: Passed to the reward functions.
+        progress: A function that gets the share of the work just done, or None. The shares sum to 1; every completion
+            counts the same.
+        num_generations: Number of sampled completions per prompt, in addition to the greedy one; may be 0.
+        ranks: The ranks; each completes and judges a share of the rows.
         template_kwargs: Keyword arguments of the chat template by name, or None.
 
     Returns:
-        The results, on every rank the same.
+        The results, equal on all ranks.
 
     Raises:
-        ValueError: A row cannot be used (its place is named), a reward function fails, or num_generations is too large.
+        ValueError: A row is wrong (the message has its place), a reward function fails, or num_generations is too
+        large.
     """
     if num_generations > MAX_DRAWS:
         raise ValueError(f"eval_num_generations must be at most {MAX_DRAWS}, got {num_generations}")
@@ -149,7 +150,7 @@ def evaluate(
 
 
 def _add_estimates(completions, draws, means):
-    """Add pass@k and maj@k of the draws of each problem, which stand side by side."""
+    """Add pass@k and maj@k of the draws of each problem, which are consecutive."""
     right = [_right(completion) for completion in completions]
     answers = [final_answer(completion_text(completion.content)) for completion in completions]
     voting = not any(r and answer is None for r, answer in zip(right, answers, strict=True))
@@ -163,7 +164,7 @@ def _add_estimates(completions, draws, means):
 
 
 def draws_reported(count: int) -> list[int]:
-    """List the k of pass@k and maj@k: the powers of two up to the number of draws, and that number.
+    """Return the k of pass@k and maj@k: powers of two up to the number of draws, and that number.
 
     Args:
         count: The number of draws.
@@ -181,10 +182,10 @@ class _Means:
         self.values, self.intervals, self.notes = {}, {}, []
 
     def add(self, name, by_problem, share=False):
-        """Add a mean of one value for each problem, where NaN stands for no value.
+        """Add a mean of one value per problem; NaN means no value.
 
-        A share gets Wilson's interval if all of its values are 0 or 1. Every other mean gets the bootstrap's interval,
-        which one problem alone cannot give.
+        If all values are 0 or 1, use Wilson's interval. Otherwise use the bootstrap, which needs more than one
+        problem.
         """
         given = [value for value in by_problem if value == value]
         if not given:
@@ -203,14 +204,14 @@ def complete(
     progress: Callable[[float], object] | None = None,
     ranks: Ranks = ALONE,
 ) -> dict[int, list[Sample]]:
-    """Draw completions of this rank's share of the prompts, which are dealt to the ranks one by one.
+    """Complete this rank's share of the prompts, which are dealt to the ranks one by one.
 
     Args:
         engine: An idle rollout backend.
         prompts: The prompts of all ranks.
-        sampling: How to draw.
-        draws: How many completions each prompt gets.
-        progress: A function that is called with the share of this rank's work that was just done, or None.
+        sampling: Sampling parameters.
+        draws: Number of completions per prompt.
+        progress: A function that gets the share of this rank's work just done, or None.
         ranks: The ranks.
 
     Returns:
@@ -222,12 +223,12 @@ def complete(
 
 
 def _right(completion):
-    """A completion is right where the first reward function gives at least 1; one without a verdict is not."""
+    """Return whether the first reward is at least 1; None is not."""
     return next(iter(completion.rewards.values())) >= 1
 
 
 def _measure(judged: Judged, rewards, draws, prefix, means):
-    """Add rewards, format rate, lengths and truncations of completions, and what functions logged, under `prefix`.
+    """Add rewards, format rate, lengths, truncations and logged metrics of completions, under `prefix`.
 
     Failures become notes.
     """
@@ -257,18 +258,18 @@ def _measure(judged: Judged, rewards, draws, prefix, means):
     for name, column in (columns | shares).items():
         by_problem = column.view(-1, draws).nanmean(1).tolist()
         means.add(prefix + name, by_problem, share=name in shares)
-    for name, values in judged.logged.items():  # no interval: nobody knows which problem a value belongs to
+    for name, values in judged.logged.items():  # no interval: the problem of a value is unknown
         means.values[f"{prefix}{name}"] = sum(values) / len(values)
 
 
 def full_mark(function: Callable) -> Callable[[float | torch.Tensor], bool | torch.Tensor]:
-    """Return the test whether a format reward is full: at least the function's `full_mark`, or 1.0 without one.
+    """Return a test for the full mark of a format reward: the function's `full_mark`, or 1.0.
 
     Args:
         function: The reward function.
 
     Returns:
-        A function of a reward, or of a tensor of rewards, that tells whether each is full.
+        A function that returns whether a reward, or each reward of a tensor, is full.
     """
     mark = getattr(function, "full_mark", 1.0)
     return lambda reward: reward >= mark - 1e-9  # the reward may be a sum of tenths, which rounds
@@ -289,14 +290,14 @@ def _row(problem, draw, completion):
 
 
 def comparison(models: Sequence[str], results: Sequence[Evaluation]) -> list[list[str]]:
-    """Lay out the results of several models as a table, with 95% intervals in brackets.
+    """Format the results of several models as a table, with 95% intervals in brackets.
 
     Args:
         models: The name of each model.
         results: The results of each model.
 
     Returns:
-        The cells of each line, the titles first: a line for each metric, a column for each model.
+        The cells by line, titles first: a line per metric, a column per model.
     """
     names = dict.fromkeys(name for result in results for name in result.values)
     names = sorted(names, key=lambda name: not ("accuracy" in name or "@" in name))  # the most quoted ones come first

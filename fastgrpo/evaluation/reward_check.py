@@ -1,7 +1,7 @@
-"""Finds what would keep a reward function from teaching by GRPO, from its rewards of groups of completions.
+"""Finds problems of a reward function for GRPO, from its rewards of groups of completions.
 
-GRPO learns from the differences within a group, so a reward must differ there, must be the same when it is asked again,
-and must belong to its completion, whatever other completions are judged with it and in which order.
+GRPO learns from differences within a group. So rewards must differ in a group, must be reproducible, and must not
+depend on other completions in the call or on their order.
 """
 
 import copy
@@ -22,28 +22,28 @@ from fastgrpo.rewards.call import Rewards, reward_matrix
 from fastgrpo.rewards.guard import Failure, attempt, listed, plain
 from fastgrpo.rewards.pool import DIED
 
-LENGTH_CORRELATION = 0.7  # Spearman's, from which on longer completions count as better
+LENGTH_CORRELATION = 0.7  # Spearman's correlation above which the reward prefers length
 LENGTHS = 8  # fewest rewards for which a correlation is reported
-ALONE = 64  # completions that are judged alone, at most
-SLOW = 1.0  # milliseconds a completion
+ALONE = 64  # maximum number of completions judged alone
+SLOW = 1.0  # milliseconds per completion
 
 
 @dataclass
 class Finding:
-    """What one reward function did.
+    """The findings for one reward function.
 
     Attributes:
         name: Its name.
-        mean: Of the rewards that were given.
-        deviation: Their standard deviation.
-        spread: The share of groups whose rewards differ.
-        none: Completions without a verdict that are no errors or timeouts.
-        errors: Completions that it failed on.
-        timeouts: Completions on which it took too long.
-        milliseconds: Time of a completion.
-        best: The completion with the largest reward, and the reward; None where there is none.
-        worst: The one with the smallest.
-        warnings: Sentences with what breaks GRPO, and the remedy.
+        mean: Mean of the rewards.
+        deviation: Standard deviation of the rewards.
+        spread: Share of groups whose rewards differ.
+        none: Completions with None that are not errors or timeouts.
+        errors: Completions on which it failed.
+        timeouts: Completions on which it timed out.
+        milliseconds: Time per completion.
+        best: Completion with the largest reward, and the reward; None without rewards.
+        worst: Completion with the smallest reward, and the reward.
+        warnings: Problems for GRPO, with the remedy.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Finding:
 
 
 class _Watched:
-    """A reward function of which is kept what it raises first, whether it gives NaN, and which arguments it changes."""
+    """A reward function with a record of its first exception, of NaN, and of changed arguments."""
 
     def __init__(self, function: Callable):
         self.function, self.__name__ = function, getattr(function, "__name__", type(function).__name__)
@@ -109,13 +109,13 @@ def check_reward(
     Args:
         function: The reward function.
         groups: The completions of each prompt.
-        state: What the function gets as trainer_state.
-        clock: Tells the time in seconds.
-        timeout: Seconds that the function may take for a completion, or None. It is first called in processes that can
-            be killed, and completions on which it took longer are left out of what follows.
+        state: The trainer_state of the function.
+        clock: Returns the time in seconds.
+        timeout: Limit in seconds per completion, or None. The function first runs in processes that can be killed; late
+            completions are dropped from later checks.
 
     Returns:
-        What was found.
+        The findings.
     """
     groups, late, deaths = (groups, [], []) if timeout is None else _without_late(function, groups, state, timeout)
     completions = [completion for group in groups for completion in group]
@@ -130,7 +130,7 @@ def check_reward(
         errors.append(judged.errors.total())
         return reward_matrix(judged.completions)[:, 0]
 
-    rewards(completions[:1], state, allow_none=True)  # what only the first call does, as an import, is not timed
+    rewards(completions[:1], state, allow_none=True)  # exclude one-time work, such as an import, from the time
     errors = []
     started = clock()
     first = judge(completions)
@@ -169,7 +169,7 @@ def check_reward(
 
 
 def _without_late(function, groups, state, timeout):
-    """Judge in processes that can be killed. Return the groups without what takes too long or ends its process."""
+    """Judge in processes that can be killed. Return the groups without late and crashing completions."""
     late, deaths, kept = [], [], []
     try:
         rewards = Rewards(function, timeout=timeout)
@@ -188,7 +188,7 @@ def _without_late(function, groups, state, timeout):
             for part, call in zip(own, calls, strict=True):
                 try:
                     judged = rewards(part, state, allow_none=True, begun=call)
-                except ValueError as error:  # what it raises, it raises again where it is watched
+                except ValueError as error:  # exceptions occur again in the watched call
                     if DIED in str(error):
                         said = f"It ends the process that runs it, on the completion {shortened(part[0].content)}."
                         deaths += [said] * len(part)
@@ -231,7 +231,7 @@ def _tell_failures(found, watched, function, completions):
 
 
 def _needed(function) -> Iterable[str]:
-    """Return the names of the columns that a function cannot be called without."""
+    """Return the names of the columns that a function requires."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature
@@ -274,7 +274,7 @@ def rank_correlation(first: torch.Tensor, second: torch.Tensor) -> float:
         second: [S] numbers.
 
     Returns:
-        From -1 to 1; 0 where one of the two is constant.
+        From -1 to 1; 0 if one of the two is constant.
     """
 
     def ranks(values: torch.Tensor) -> torch.Tensor:
@@ -287,7 +287,7 @@ def rank_correlation(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def _tell_dependence(found, first, judge, completions, groups, group_wise):
-    """Judge again, in another order, and apart. The first difference explains those that follow."""
+    """Judge again, in another order, and alone. Report only the first difference, which causes the others."""
 
     def differs(other: torch.Tensor, of: torch.Tensor = first) -> bool:
         return not torch.allclose(of, other, rtol=1e-4, atol=1e-6, equal_nan=True)

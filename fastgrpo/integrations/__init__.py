@@ -1,1 +1,1 @@
-"""The loss under the names and signatures of other projects: TRL, Liger-Kernel and verl, a module each."""
+"""The loss with the names and signatures of TRL, Liger-Kernel and verl."""

@@ -1,15 +1,15 @@
 """The GRPO losses of Liger-Kernel 0.8.5 under its names: `LigerFusedLinearGRPOLoss` and `triton_grpo_loss`.
 
-A trainer written to Liger changes its imports alone. Signatures and results are Liger's; docs/integrations.md lists
-where Liger's own results differ from the formulas of the objectives. Liger itself is not imported.
+A trainer for Liger only changes its imports. Signatures and results are Liger's; docs/integrations.md lists the cases
+in which Liger's results differ from the formulas. Liger itself is not imported.
 
 `linear_grpo_loss` computes the class, and `logits_grpo_loss` the function. The function returns the loss of each token,
-or their sum under the weights of the loss type. Either way the forward reads the logits and keeps vectors over the
-tokens, and the backward reads them again: with dloss [B, T], the gradient that each token's loss receives, the gradient
-of the logits is that of our loss with dloss as its `token_weights`.
+or their weighted sum. The forward pass keeps only vectors over tokens, and the backward pass reads the logits again.
+For the gradient dloss [B, T] of the token losses, the gradient of the logits is that of our loss with dloss as
+`token_weights`.
 
-Shapes: B sequences, T tokens of each (padded), V vocabulary, D hidden. The function gets T + 1 rows of logits a
-sequence, as a model returns them; the last is not read, so the tokens get one more column, which the mask leaves out.
+Shapes: B sequences, T tokens each (padded), V vocabulary, D hidden. The function gets T + 1 rows of logits per
+sequence, as a model returns them. It ignores the last row: tokens get one more column, which is masked.
 """
 
 import warnings
@@ -31,15 +31,15 @@ Tensor = torch.Tensor
 
 
 class LigerFusedLinearGRPOLoss(torch.nn.Module):
-    """The GRPO loss of a language-model head, as Liger-Kernel 0.8.5 has it under this name.
+    """The GRPO loss of a language-model head, with the interface of Liger-Kernel 0.8.5.
 
-    The settings are attributes, as they are Liger's, and may be set between calls.
+    The settings are attributes, as in Liger, and can be set between calls.
 
     Args:
         beta: Coefficient of the KL to the reference (k3).
-        compiled: Read by nothing here: there is nothing to compile.
-        use_ref_model: Whether there is a reference. Without one the KL is 0.
-        chunk_size: Read by nothing here: chunks are chosen by the memory that they take.
+        compiled: No effect: there is nothing to compile.
+        use_ref_model: Use a reference. If False, the KL is 0.
+        chunk_size: No effect: chunks are chosen by memory.
         epsilon_low: The ratio is clipped to at least 1 - epsilon_low.
         epsilon_high: The ratio is clipped to at most 1 + epsilon_high; for cispo the cap on the ratio itself.
         loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo" or "vespo".
@@ -48,15 +48,15 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         sapo_temperature_pos: Temperature of SAPO's gate for tokens with a positive advantage.
         sapo_temperature_neg: Temperature of SAPO's gate for all other tokens.
         temperature: Temperature of the softmax.
-        delta: Upper bound on the unclipped ratio, or None. Cispo, sapo and vespo clip nothing and do not read it.
-        use_bias_correction_kl: Whether the KL is multiplied by the ratio.
+        delta: Upper bound on the unclipped ratio, or None. Cispo, sapo and vespo ignore it.
+        use_bias_correction_kl: Multiply the KL by the ratio.
         vespo_k_pos: k of VESPO's weight for tokens with advantage >= 0.
         vespo_lambda_pos: lambda of VESPO's weight for tokens with advantage >= 0.
         vespo_k_neg: k of VESPO's weight for tokens with a negative advantage.
         vespo_lambda_neg: lambda of VESPO's weight for tokens with a negative advantage.
 
     Attributes:
-        backward_tolerance: See `linear_grpo_loss`. Liger has no such setting, so that it is set on the instance.
+        backward_tolerance: See `linear_grpo_loss`. Liger has no such argument, so set the attribute.
 
     Raises:
         ValueError: `Objective` refuses the value of a setting.
@@ -106,22 +106,22 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         """Compute the loss.
 
         Args:
-            _input: [B, T, D], the states that predict the tokens.
+            _input: [B, T, D] hidden states that predict the tokens.
             lin_weight: [V, D], the head.
             selected_token_ids: [B, T] integers.
-            attention_mask: [B, T], 0 where a token does not count.
-            advantages: [B]; [B, T] is taken too.
+            attention_mask: [B, T], 0 for masked tokens.
+            advantages: [B] or [B, T].
             bias: [V] or None.
             ref_per_token_logps: [B, T] log-probs under the reference, or None.
             old_per_token_logps: [B, T] log-probs under the policy that drew the tokens, or None.
-            ref_input: [B, T, D], the reference's states, where its log-probs are not given.
+            ref_input: [B, T, D] hidden states of the reference, used without ref_per_token_logps.
             ref_weight: [V, D], the reference's head.
             ref_bias: [V] or None.
             vllm_is_ratio: [B, T], [B, 1] or [B]: weight of the surrogate against the sampler, or None.
             num_items_in_batch: Tokens of the whole step on all processes, or None.
 
         Returns:
-            The loss, and the means over the tokens of this call: (kl, clip_ratio), or (clip_ratio,) where beta is 0.
+            The loss, and means over the tokens of this call: (kl, clip_ratio), or (clip_ratio,) if beta is 0.
 
         Raises:
             ValueError: As `linear_grpo_loss`, or the reference is not given and beta is not 0.
@@ -173,30 +173,29 @@ def triton_grpo_loss(
     use_bias_correction_kl: bool = False, num_items_in_batch: float | Tensor | None = None, vespo_k_pos: float = 2.0,
     vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
 ) -> tuple[Tensor, Tensor | None, Tensor] | tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """Compute the GRPO loss of logits, per token or reduced, as Liger-Kernel 0.8.5 has it under this name.
+    """Compute the GRPO loss of logits, per token or reduced, with the interface of Liger-Kernel 0.8.5.
 
     Args:
         logits: [B, T + 1, V] floating point, before the temperature.
-        old_logp: [B, T] log-probs under the policy that drew the tokens, or None where they equal the current ones.
-        ref_logp: [B, T] log-probs under the reference, needed where beta is not 0.
+        old_logp: [B, T] log-probs under the policy that drew the tokens; None uses the current ones.
+        ref_logp: [B, T] log-probs under the reference, required if beta is not 0.
         completion_ids: [B, T] integers.
-        advantages: [B]; [B, T] is taken too.
-        completion_mask: [B, T], 0 where a token does not count; None is everywhere.
+        advantages: [B] or [B, T].
+        completion_mask: [B, T], 0 for masked tokens; None masks none.
         temperature: Temperature of the softmax.
         beta: Coefficient of the KL to the reference (k3).
         eps_low: The ratio is clipped to at least 1 - eps_low.
         eps_high: The ratio is clipped to at most 1 + eps_high; for cispo the cap on the ratio itself.
-        inplace: Whether the backward writes the gradient over the logits, so that there is no second tensor of their
-            size.
+        inplace: Overwrite the logits with their gradient, which saves a tensor of their size.
         loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo" or "vespo".
         max_completion_length: The constant length that dr_grpo divides by; None is T.
         importance_sampling_level: "token" or "sequence". Cispo and sapo take the ratio of a sequence here too.
-        reduce: Whether the losses of the tokens are summed under the weights of the loss type.
+        reduce: Sum the token losses with the weights of the loss type.
         sapo_temperature_pos: Temperature of SAPO's gate for tokens with a positive advantage.
         sapo_temperature_neg: Temperature of SAPO's gate for all other tokens.
         vllm_is_ratio: [B, T], [B, 1] or [B]: weight of the surrogate against the sampler, or None.
         delta: Upper bound on the unclipped ratio, or None.
-        use_bias_correction_kl: Whether the KL is multiplied by the ratio.
+        use_bias_correction_kl: Multiply the KL by the ratio.
         num_items_in_batch: Tokens of the whole step on all processes, or None for those of this call on all processes.
         vespo_k_pos: k of VESPO's weight for tokens with advantage >= 0.
         vespo_lambda_pos: lambda of VESPO's weight for tokens with advantage >= 0.
@@ -204,9 +203,9 @@ def triton_grpo_loss(
         vespo_lambda_neg: lambda of VESPO's weight for tokens with a negative advantage.
 
     Returns:
-        With `reduce` the loss and a list of means over the tokens: [kl, clip_ratio], or [clip_ratio] where beta is 0.
-        Otherwise [B, T] each, 0 outside of the mask: the loss of the tokens, which alone carries gradient; their KL, or
-        None where beta is 0; and 1 where the ratio is clipped, else 0.
+        With `reduce`, the loss and a list of means over tokens: [kl, clip_ratio], or [clip_ratio] if beta is 0.
+        Otherwise [B, T] each, 0 for masked tokens: the loss, which has a gradient; the KL, or None if beta is 0; and 1
+        if the ratio is clipped, else 0.
 
     Raises:
         ValueError: A shape does not fit, or a setting is refused by `Objective` or `logits_grpo_loss`.
@@ -285,7 +284,7 @@ def _wider(values):
 
 
 def _inputs(completion_ids, mask, ref_logp, temperature, terms):
-    """What the losses are told of the tokens, [B, T + 1], with weights of 1."""
+    """Return the token inputs of the losses, [B, T + 1], with weights of 1."""
     advantages = terms.advantages if terms.advantages.ndim == 2 else terms.advantages[:, None].expand(mask.shape)
     mask = _wider(mask)
     return TokenInputs(
@@ -323,11 +322,11 @@ class Terms(NamedTuple):
 
 
 def objective_of(loss_type: str, epsilon_high: float, **knobs: Any) -> Objective:
-    """Make the objective that Liger means by its settings.
+    """Translate Liger's settings into an objective.
 
     LUSPO with ratios per token, which `Objective` refuses by that name, is a sum over the tokens of a sequence and a
-    mean over sequences: dr_grpo with the constant 1. A cap of CISPO below 1 is left to `translate`. A setting that the
-    surrogate does not read may have any value, as in Liger.
+    mean over sequences: dr_grpo with the constant 1. `translate` handles a CISPO cap below 1. Unused settings may have
+    any value, as in Liger.
     """
     surrogate = LOSS_TYPES.get(loss_type, ("clip",))[0]
     if surrogate == "cispo":
@@ -347,7 +346,7 @@ def translate(
     objective: Objective, epsilon_high: float, advantages: Tensor, mask: Tensor, old_logps: Tensor | None,
     ratio: Tensor | None,
 ) -> Terms:  # fmt: skip
-    """Say what Liger is given of a batch in our terms.
+    """Translate a batch of Liger.
 
     The importance weight I of a token is at least 0, and every surrogate but vespo's is linear in the advantage on each
     side of 0, so I s(A) = s(I A).
@@ -397,7 +396,7 @@ def _vespo(objective, advantages, mask, old_logps, ratio):
 
 
 def step_tokens(objective: Objective, mask: Tensor, num_items_in_batch: float | Tensor | None) -> float | Tensor | None:
-    """Count the tokens of the step as Liger does, divided by the number of processes.
+    """Count the tokens of the step as in Liger, divided by the number of processes.
 
     Args:
         objective: The objective; where its weights do not read this count, no process asks the others.

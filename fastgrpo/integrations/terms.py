@@ -1,7 +1,7 @@
-"""What the trainers of TRL and Liger-Kernel have in common and `Objective` says in another way.
+"""Translations for TRL and Liger-Kernel, which differ from `Objective` in three points.
 
-CISPO's cap on the ratio may lie below 1 there. VESPO's importance weights against the sampler are given, and not the
-log-probs that they are made of, and its lambda is held above a smallest value.
+CISPO's cap can be below 1. VESPO gets importance weights against the sampler instead of log-probs. VESPO's lambda has a
+lower bound.
 
 Shapes: B sequences, T tokens of each (padded).
 """
@@ -34,9 +34,9 @@ def vespo_knobs(settings: Mapping[str, float]) -> dict[str, Any]:
 
 
 def shared_log_weights(ratio: Tensor, mask: Tensor) -> Tensor:
-    """Share the logarithms of the importance weights of each sequence equally among its tokens.
+    """Distribute the log importance weight of each sequence equally over its tokens.
 
-    VESPO reads nothing of the weights but their product over the sequence, which stays the same.
+    VESPO uses only the product of the weights over the sequence, which does not change.
 
     Args:
         ratio: [B, T], all of which count, or [B, 1] for one of the whole sequence; at least 0.
@@ -52,7 +52,7 @@ def shared_log_weights(ratio: Tensor, mask: Tensor) -> Tensor:
 def cap_below_1(
     cap: float, objective: Objective, advantages: Tensor, old_logps: Tensor | None
 ) -> tuple[Objective, Tensor, Tensor | None]:
-    """Say a cap of CISPO below 1 by one of 1, which `Objective` takes.
+    """Translate a CISPO cap below 1 into a cap of 1, which `Objective` accepts.
 
     min(r, c) A = min(r / c, 1) c A, and where the KL is multiplied by the ratio, r KL = (r / c) c KL.
 

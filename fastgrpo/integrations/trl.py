@@ -3,14 +3,14 @@
     from fastgrpo.integrations.trl import FusedGRPOTrainer  # takes the place of trl.GRPOTrainer
     trainer = patch(trainer)                                # or: a GRPOTrainer that is there already
 
-TRL calls the model with `fused_lm_head=True` for log-probs and entropies, and takes its loss of these. Here the model's
-forward makes them: without gradient by `linear_logprob`, and in a step by `linear_grpo_loss`, whose gradient is that of
-the whole loss. TRL's own `_compute_loss` then runs on these numbers, which carry no gradient. It makes the metrics,
-moves the entropy coefficient and adds the loss of mixtures of experts.
+TRL calls the model with `fused_lm_head=True` for log-probs and entropies, and computes its loss from them. Here the
+model's forward computes them: without a gradient by `linear_logprob`, and in a step by `linear_grpo_loss`, which has
+the gradient of the whole loss. TRL's `_compute_loss` then runs on values without a gradient. It computes the metrics,
+updates the entropy coefficient, and adds the loss of mixtures of experts.
 
-What TRL multiplies the surrogate of a token by (masks, importance weights) multiplies its advantage here: every
-surrogate of TRL is proportional to the advantage as long as its sign stays. Vespo alone has the importance weight
-inside. What TRL divides the sums by is in the weights of the tokens.
+Factors of the surrogate in TRL (masks, importance weights) multiply the advantage here: every surrogate is proportional
+to an advantage of the same sign. Only vespo uses the importance weight inside. Divisors of the sums are in the token
+weights.
 
 Shapes: B completions, L their length with prompts, less 1, T their padded length; V vocabulary, D hidden.
 """
@@ -45,23 +45,23 @@ except ImportError as error:
 
 __all__ = ["FusedGRPOTrainer", "patch"]
 
-# A class that has these of its own would lose them here, or have its loss without the gradient that belongs to it.
+# A class that overrides these would lose them here, or get a loss without its gradient.
 OURS = ("_compute_loss", "_get_per_token_logps_and_entropies")
-# The first losses are compared with TRL's own code, which differs by more than the tolerance where a version of TRL has
-# another formula. One is not enough: in the very first, ratios are 1, the KL is 0, and advantages may all be 0.
+# The first losses are compared with TRL's own code, to detect a version of TRL with another formula. One is not enough:
+# in the first, ratios are 1, the KL is 0, and advantages may all be 0.
 COMPARED, TOLERANCE = 16, 1e-3
 
 
 class FusedGRPOTrainer(GRPOTrainer):
-    """TRL's GRPOTrainer, whose head and loss never hold the logits [N, V].
+    """TRL's GRPOTrainer with a head and a loss that never hold the logits [N, V].
 
     Args:
-        args: Those of trl.GRPOTrainer.
+        args: Arguments of trl.GRPOTrainer.
         backward_tolerance: See `linear_grpo_loss`.
-        kwargs: Those of trl.GRPOTrainer.
+        kwargs: Arguments of trl.GRPOTrainer.
 
     Raises:
-        ValueError: A setting or the model cannot be served; the text names it.
+        ValueError: A setting or the model is not supported; the message names it.
     """
 
     def __init__(self, *args: Any, backward_tolerance: float = 0.0, **kwargs: Any):
@@ -89,17 +89,17 @@ class FusedGRPOTrainer(GRPOTrainer):
 
 
 def patch(trainer: GRPOTrainer, backward_tolerance: float = 0.0) -> FusedGRPOTrainer:
-    """Give a trainer of TRL the head and the loss of this package.
+    """Replace head and loss of a TRL trainer.
 
     Args:
         trainer: A GRPOTrainer, before its training starts. It is changed in place.
         backward_tolerance: See `linear_grpo_loss`.
 
     Returns:
-        The same object, which is a FusedGRPOTrainer now.
+        The same object, now a FusedGRPOTrainer.
 
     Raises:
-        ValueError: It is no GRPOTrainer, has a loss of its own, or has a setting or model that cannot be served.
+        ValueError: It is not a GRPOTrainer, has its own loss, or an unsupported setting or model.
     """
     kind = type(trainer)
     if not isinstance(trainer, GRPOTrainer):
@@ -116,7 +116,7 @@ def patch(trainer: GRPOTrainer, backward_tolerance: float = 0.0) -> FusedGRPOTra
 
 
 def _take_over(trainer, backward_tolerance):
-    """Check what the trainer wants, and attach the head to its model and to its reference."""
+    """Validate the trainer, and attach the head to its model and reference."""
     _refuse(trainer)
     objective = replace(objective_of(trainer), entropy_coef=trainer.args.entropy_coef)  # refuses numbers out of range
     check_backward_tolerance(backward_tolerance, objective)
@@ -129,7 +129,7 @@ def _take_over(trainer, backward_tolerance):
 
 
 def _refuse(trainer):
-    """Raise a ValueError that names what cannot be served."""
+    """Raise a ValueError that names an unsupported setting."""
     args, kind, model = trainer.args, trainer.loss_type, trainer.accelerator.unwrap_model(trainer.model)
     adapters = getattr(model, "peft_config", {}).values()
     prompts = [type(adapter).__name__ for adapter in adapters if adapter.is_prompt_learning]
@@ -166,9 +166,9 @@ def _refuse(trainer):
 
 
 def _compare(ours, theirs, advantages, accelerator):
-    """Raise on all ranks where TRL's code, on the same log-probs of one of them, has another loss than ours.
+    """Raise on all ranks if TRL's loss of the same log-probs differs from ours on any rank.
 
-    A rank that stopped alone would leave the others waiting for it in the next sum of gradients.
+    If only one rank raised, the others would hang in the next all-reduce.
     """
     mine = torch.stack([ours, theirs, advantages.abs().max()]).float()
     for rank, (ours, theirs, size) in enumerate(accelerator.gather(mine).view(-1, 3).tolist()):
@@ -181,7 +181,7 @@ def _compare(ours, theirs, advantages, accelerator):
 
 
 class Scores(NamedTuple):
-    """What TRL asks of the head.
+    """The scores that TRL needs from the head.
 
     Attributes:
         logps: [B, T] or [B, L] log-probs, 0 where the label is -100.
@@ -194,14 +194,14 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """The head of a model with the states that it reads.
+    """The head of a model with its input.
 
     Attributes:
         hidden: [B, L, D], the states that predict the labels.
-        labels: [B, L] token ids, -100 where TRL scores none.
+        labels: [B, L] token ids, -100 for tokens without a score.
         weight: [V, D].
         bias: [V] or None.
-        temperature: That of the logits, with the model's own scale of them in it.
+        temperature: Temperature of the logits, including the model's own scale.
         softcap: The cap of the logits under that scale, or None.
     """
 
@@ -229,12 +229,12 @@ class HeadInputs:
 
 
 def attach(model: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: bool) -> None:
-    """Replace the forward that TRL gave a model, for calls with `fused_lm_head=True`. All others stay TRL's.
+    """Replace TRL's forward of a model for calls with `fused_lm_head=True`.
 
     Args:
         model: A causal language model after `add_fused_lm_head` of TRL.
         temperature: Temperature of the logits.
-        cast_lm_head_to_fp32: Whether the head computes in fp32, also under autocast.
+        cast_lm_head_to_fp32: Compute the head in fp32, also under autocast.
     """
     theirs, config = model.forward, model.config.get_text_config()
     scale, softcap = _logit_scale(config), getattr(config, "final_logit_softcapping", None)
@@ -263,7 +263,7 @@ def attach(model: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: boo
 
 
 def _logit_scale(config):
-    """What a model multiplies its logits by, before the soft-cap."""
+    """Return the factor of a model's logits before the soft-cap."""
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere; Muse Glimmer; Falcon-H1
         if getattr(config, name, None) is not None:
             return getattr(config, name)
@@ -303,10 +303,10 @@ def objective_of(trainer: GRPOTrainer) -> Objective:
 
 
 def score(trainer: GRPOTrainer, inputs: dict[str, torch.Tensor], head: HeadInputs) -> tuple[torch.Tensor, Scores]:
-    """Compute TRL's loss of a micro-batch, and the scores of all completions, of which TRL makes its metrics.
+    """Compute TRL's loss of a micro-batch, and the scores of all completions for TRL's metrics.
 
     Returns:
-        The loss, without that of mixtures of experts, and the scores [B, T], without gradient.
+        The loss, without the loss of mixtures of experts, and the scores [B, T], without a gradient.
     """
     inputs = send_to_device(inputs, head.weight.device)
     mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
@@ -316,12 +316,12 @@ def score(trainer: GRPOTrainer, inputs: dict[str, torch.Tensor], head: HeadInput
     windows = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
     some_alone = trainer.top_entropy_quantile < 1
     known = chosen = None
-    if some_alone or trainer.off_policy_mask_threshold is not None:  # what is masked depends on the scores
+    if some_alone or trainer.off_policy_mask_threshold is not None:  # masks depend on the scores
         with torch.no_grad():
             known = head.score(scored, with_entropy=True)
     if some_alone:
         chosen = trainer.get_high_entropy_mask(known.entropies, mask, 1 - trainer.top_entropy_quantile)
-    # Anew each time: a callback may have changed a setting of the trainer.
+    # At each call: a callback may have changed a setting of the trainer.
     objective = replace(objective_of(trainer), entropy_coef=coefficient)
     gains, old_logps = _gains(trainer, inputs, mask, known, chosen), inputs.get("old_per_token_logps")
     sampler_logps = _sampler(trainer, inputs, mask)
@@ -344,7 +344,7 @@ def score(trainer: GRPOTrainer, inputs: dict[str, torch.Tensor], head: HeadInput
 
 
 def _gains(trainer, inputs, mask, known, chosen):
-    """The advantages [B, 1] or [B, T], times what the surrogate is multiplied by."""
+    """Return the advantages [B, 1] or [B, T], times the factors of the surrogate."""
     advantages = inputs["advantages"]
     gains = advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     if trainer.off_policy_mask_threshold is not None:
@@ -359,7 +359,7 @@ def _gains(trainer, inputs, mask, known, chosen):
 
 
 def _sampler(trainer, inputs, mask):
-    """Log-probs of a sampler [B, T] that give vespo TRL's importance weights; None for all others."""
+    """Return sampler log-probs [B, T] that give vespo TRL's importance weights; None for other losses."""
     ratio = inputs.get("importance_sampling_ratio")
     if trainer.loss_type != "vespo" or ratio is None:
         return None
@@ -368,7 +368,7 @@ def _sampler(trainer, inputs, mask):
 
 
 def _token_weights(trainer, mask, num_items, windows):
-    """The weight of each token [B, T] as TRL's loss type has it, for one of `windows` micro-batches of an update."""
+    """Return the token weights [B, T] of TRL's loss type, for one of `windows` micro-batches of an update."""
     kind = trainer.loss_type
     if kind in ("grpo", "sapo"):
         divisor = mask.sum(-1, keepdim=True).clamp(min=1) * len(mask) * windows
@@ -385,7 +385,7 @@ def _token_weights(trainer, mask, num_items, windows):
 
 
 def _entropy_coefficient(trainer):
-    """The coefficient that TRL gives the entropy of this micro-batch."""
+    """Return TRL's entropy coefficient of this micro-batch."""
     if trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target:
         return 0.0
     return trainer.entropy_coef

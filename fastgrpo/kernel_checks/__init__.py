@@ -1,1 +1,1 @@
-"""Checks every kernel on the machine at hand against the specification."""
+"""Checks every kernel on this machine against its specification."""

@@ -1,8 +1,8 @@
-"""The trials of `python -m fastgrpo.doctor --check`: random inputs, a kernel's values, and their judgement.
+"""The trials of `python -m fastgrpo.doctor --check`: random inputs, values of a kernel, and their comparison.
 
 The truth is kernels/reference.py in fp64, differentiated by autograd. Plain is PyTorch in the inputs' dtype with fp32
-logits and fp32 accumulation; dz is rounded to the inputs' dtype for its two products. A kernel may err `FACTORS` times
-as much as plain, plus `SLACK`. Losses are called as users call them, with the backend that a mode names.
+logits and fp32 accumulation; dz is rounded to the inputs' dtype for its two products. The error of a kernel may be
+`FACTORS` times that of plain, plus `SLACK`. Losses are called like by users, with the backend of the mode.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ BACKEND = {"gpu": "triton", "cpu": "chunked", "interpreter": "triton"}  # a mode
 FACTORS = {"logps": 1.1, "entropy": 1.1, "loss": 1.1, "hidden": 1.1, "logits": 1.1, "weight": 1.5, "bias": 1.5,
            "output": 1.2}  # fmt: skip
 HEAD_SIZES = {"gpu": (1024, 896, 32_003), "cpu": (64, 32, 500), "interpreter": (40, 16, 70)}  # N, D, V
-NEAR = 1e-5  # to a draw's or a filter's boundary: there, rounding may decide about the token
+NEAR = 1e-5  # distance to the boundary of a draw or filter, where rounding may change the token
 DAPO = Objective(beta=0.1)
 BONUS = Objective(beta=0.1, entropy_coef=1.0)
 SURROGATES = {
@@ -47,14 +47,14 @@ SURROGATES = {
 
 
 class Trial(NamedTuple):
-    """A call of a kernel, and what judges its result."""
+    """A call of a kernel, and the check of its result."""
 
     ours: Callable[[], Any]
     judge: Callable[[Any], Errors]
 
 
 class Case(NamedTuple):
-    """A line of the table, with the dtype that it has on a GPU. Elsewhere it has fp32."""
+    """A line of the table, with its dtype on a GPU. Elsewhere it has fp32."""
 
     name: str
     make: Callable[[str, torch.dtype], Trial]
@@ -69,7 +69,7 @@ class Case(NamedTuple):
 
 
 def error(name: str, value: Tensor, true: Tensor) -> float:
-    """Return the error of log-probs, entropies and losses, relative only above 1; of all else relative in norm."""
+    """Return the error: of log-probs, entropies and losses relative above 1, of other values relative in norm."""
     value, true = value.detach().double(), true.detach().double()
     if name in ("logps", "entropy", "loss"):
         return ((value - true).abs() / true.abs().clamp(min=1)).max().item() if true.numel() else 0.0
@@ -257,7 +257,7 @@ def decode(mode, dtype, heads, depth) -> Trial:
 def draws(mode, dtype, temperature=0.8, **filters) -> Trial:
     """Make the trial of drawing a token for each lane.
 
-    The reference draws with uniforms and filters a little smaller and greater; right is what lies between its results.
+    The reference draws with slightly smaller and greater uniforms and filters; a result between them is right.
     """
     logits = torch.randn((64, 151_936) if mode == "gpu" else (5, 150)) * 2.5
     uniforms = torch.rand(len(logits))
@@ -307,7 +307,7 @@ CASES = (
 
 
 def modes_here() -> tuple[str, ...]:
-    """Return where the cases run on this machine: on the GPU, or else on the CPU and in Triton's interpreter."""
+    """Return the modes of this machine: the GPU, or the CPU and Triton's interpreter."""
     if HAS_TRITON and torch.cuda.is_available() and launch.runs_on(torch.device("cuda", 0)):
         return ("gpu",)
     return ("cpu", "interpreter") if HAS_TRITON else ("cpu",)

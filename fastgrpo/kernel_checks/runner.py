@@ -1,6 +1,7 @@
-"""Runs every check in a child process, and prints a line for each: python -m fastgrpo.doctor --check.
+"""Runs every check in a child process, and prints a line per check: python -m fastgrpo.doctor --check.
 
-A bad access ends CUDA for its process, so a check that crashes, hangs or fails is the last one of its child.
+An illegal memory access makes CUDA unusable in its process. So after a crash, hang or failure, the next check gets a
+new child.
 """
 
 import json
@@ -28,7 +29,7 @@ HEADER = COLUMNS.format("kernel", "where", "result", "worst error (allowed)")
 
 
 class Line(NamedTuple):
-    """The outcome of one check: each error with the largest that is allowed, or the problem in one line."""
+    """The result of one check: each error with its limit, or the problem in one line."""
 
     name: str
     mode: str
@@ -37,7 +38,7 @@ class Line(NamedTuple):
 
     @property
     def worst(self) -> tuple[str, float, float]:
-        """The name, the error and the limit of what is farthest beyond its limit or nearest to it; NaN is beyond."""
+        """Name, error and limit of the largest error relative to its limit; NaN is beyond any limit."""
         return max(
             ((name, *pair) for name, pair in self.errors.items()),
             key=lambda entry: (not entry[1] <= entry[2], entry[1] / max(entry[2], 1e-300)),
@@ -46,7 +47,7 @@ class Line(NamedTuple):
 
     @property
     def reason(self) -> str | None:
-        """Why the check failed; None where it passed."""
+        """The reason of a failure, or None."""
         name, error, allowed = self.worst
         if self.problem or error <= allowed:
             return self.problem
@@ -59,7 +60,7 @@ class Line(NamedTuple):
 
 
 def check(table: str, mode: str, seconds: float = 120.0, most: int | None = None) -> Iterator[Line]:
-    """Run the checks of a mode, at most so many; the first one after a failure has a fresh process."""
+    """Run up to `most` checks of a mode; after a failure, start a new process."""
     # A kernel that failed its self-check would not be compared here.
     environment = os.environ | {"FASTGRPO_SELF_CHECK": "0", "TRITON_INTERPRET": str(int(mode == "interpreter"))}
     environment |= {} if mode == "gpu" else {"CUDA_VISIBLE_DEVICES": ""}
@@ -80,7 +81,7 @@ def check(table: str, mode: str, seconds: float = 120.0, most: int | None = None
 
 
 def _next_line(name, mode, child, said, seconds):
-    """Wait for the child's next answer, or for its end."""
+    """Wait for the next result of the child, or for its end."""
     timer, start = threading.Timer(seconds, child.kill), time.monotonic()
     timer.start()
     try:
@@ -97,7 +98,7 @@ def _next_line(name, mode, child, said, seconds):
 
 
 def problem(code: int, said: str) -> str | None:
-    """Say in one line why a process did not end well, from its exit code and its stderr; None where it did."""
+    """Describe the failure of a process in one line, from its exit code and stderr; None for success."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     lines = [line.strip() for line in said.splitlines() if line.strip()]
@@ -105,7 +106,7 @@ def problem(code: int, said: str) -> str | None:
         return f"exit code {code}" if code else None
     exception = re.compile(r"[\w.]+(Error|Exception|OutOfResources)\b")
     raised = next((line for line in reversed(lines) if exception.match(line)), lines[-1])
-    # The text of a compilation error stands below the line that names it, after a position.
+    # The text of a compilation error follows the line with its type, after a position.
     return (f"{raised} {lines[-1]}" if raised.endswith(":") else raised)[:200]
 
 
@@ -123,7 +124,7 @@ def check_all(table: str = TABLE) -> int:
 def main(table: str, mode: str, *names: str) -> None:
     """Run checks in this process, and print the errors of each as a line of JSON. An exception ends it."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever libraries print goes to stderr
+    os.dup2(2, 1)  # output of libraries goes to stderr
     cases = {case.name: case for case in resolve_name(table)}
     for name in names:
         trial = cases[name].trial(mode)

@@ -1,1 +1,1 @@
-"""The page that shows runs in a browser: one file of HTML that needs no server and asks the network for nothing."""
+"""The HTML page that shows runs: one file that needs no server and sends no requests."""

@@ -1,6 +1,6 @@
-"""Makes what the page shows out of the records of its runs, as a dict that JSON can hold.
+"""Makes the content of the page from the records of its runs, as a dict for JSON.
 
-The curves of a run share their axes: `at` is where a curve's points lie on them. A metric's name is its key everywhere.
+The curves of a run share their axes; `at` holds the positions of a curve's points. The key of a metric is its name.
 """
 
 import bisect
@@ -16,20 +16,20 @@ from fastgrpo.page.samples import read_samples, usable
 from fastgrpo.run.curves import PANELS, Panel
 from fastgrpo.run.metrics import METRICS
 
-SAMPLES_BYTES = 6_000_000  # of all runs together: the page stays below 15 MB, of which plotly's bundle is 5
-POINTS = 2000  # a curve at most; a chart on a page is narrower
-FEWEST = 250  # points that a curve may have where a page shows many runs
-WARNINGS = 500  # of a run at most, the first ones
+SAMPLES_BYTES = 6_000_000  # of all runs: the page stays below 15 MB, including plotly's 5
+POINTS = 2000  # maximum per curve; a chart is narrower
+FEWEST = 250  # minimum per curve on a page of many runs
+WARNINGS = 500  # maximum per run, the first ones
 ENDS = 10  # logged steps at the beginning and at the end of training, which a figure averages
-ALWAYS = ("completions/mean_length", "frac_informative")  # what every run's page shows where it was measured
-# Colors that people with any kind of color vision tell apart, and that show on light and on dark ground.
+ALWAYS = ("completions/mean_length", "frac_informative")  # shown for every run, if measured
+# Colors for any kind of color vision, on light and dark backgrounds.
 COLORS = (
     "#3b82d6", "#e0762a", "#2f9e63", "#c94f9b", "#8f6ed5", "#b8891d", "#1f9fb0", "#d1495b", "#7a8791", "#8c6d4f",
 )  # fmt: skip
 
 
 def payload(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
-    """Make what a page shows."""
+    """Make the content of a page."""
     points = max(FEWEST, min(POINTS, 2 * POINTS // len(runs)))
     return {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
@@ -43,7 +43,7 @@ def payload(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
 
 
 def _missing(panels):
-    """Find the usual diagrams that a task's own panels leave out, and that every page shows."""
+    """Return the usual panels that a task's own panels lack."""
     shown = {metric for panel in panels for metric in panel.metrics}
     return [panel for panel in PANELS if set(panel.metrics) & set(ALWAYS) - shown]
 
@@ -74,7 +74,7 @@ def _run(run, color, points, budget):
 
 
 def _curves(run, points):
-    """Thin the curves of a run. Returns their axes, the curves, and a note where any was thinned."""
+    """Thin the curves of a run. Returns axes, curves, and a note if any was thinned."""
     kept = {name: kept_of(values, points) for name, (_, values) in run.series.items()}
     # The stages of a step are stacked, so all of them keep the same points: those of the whole step.
     whole = run.series.get("step_time", ([], []))
@@ -100,7 +100,7 @@ def _curves(run, points):
 
 
 def _axes(run, steps):
-    """Say what each step is in tokens and in seconds: as of the last line that knows it."""
+    """Return tokens and seconds at each step, from the last line that has them."""
     seconds = cumulative_seconds(run)
     tokens = run.series.get("num_tokens", ([], []))
     known = {"tokens": tokens, "seconds": (list(seconds), list(seconds.values()))}
@@ -112,17 +112,17 @@ def _axes(run, steps):
 
 
 def text_of(value: Any) -> str:
-    """Write the value of a setting as the page shows it."""
+    """Format the value of a setting for the page."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _short(value, digits=6):
-    """Round to so many digits. What is not finite, as the mean of numbers near the largest may be, is null."""
+    """Round to so many digits; null if not finite."""
     return value if isinstance(value, int) else None if finite(value) is None else float(f"{value:.{digits}g}")
 
 
 def kept_of(values: Sequence[float], points: int = POINTS) -> list[int]:
-    """Choose which points of a curve stay: the smallest and the largest value of buckets of equal length."""
+    """Choose the points of a curve to keep: minimum and maximum of buckets of equal length."""
     if len(values) <= points:
         return list(range(len(values)))
     kept = {0, len(values) - 1}
@@ -133,19 +133,19 @@ def kept_of(values: Sequence[float], points: int = POINTS) -> list[int]:
 
 
 def stretches_of(values: Sequence[float], kept: Sequence[int]) -> tuple[list[float], list[int]]:
-    """Average the stretch that each kept point stands for: the values behind the kept point before it, up to itself."""
+    """Average the values after the previous kept point, up to each kept point."""
     spans = [(before + 1, place + 1) for before, place in pairwise([-1, *kept])]
     return [sum(values[low:high]) / (high - low) for low, high in spans], [high - low for low, high in spans]
 
 
 def _buckets(count, points):
-    """Cut `count` places into buckets, of which each may keep two points, and the ends of the curve one each."""
+    """Split `count` positions into buckets of two kept points each, and the two ends of the curve."""
     number = points // 2 - 1
     return [(i * count // number, (i + 1) * count // number) for i in range(number)]
 
 
 def headline(run: Run) -> list[dict[str, str]]:
-    """Say in a few figures how a run went."""
+    """Return the main figures of a run."""
     steps = run.summary.get("steps", run.last_step) if run.finished else run.last_step
     planned = run.config.get("max_steps")
     state = "finished" if run.finished else "not finished: it goes on, or was stopped"
@@ -165,7 +165,7 @@ def headline(run: Run) -> list[dict[str, str]]:
 
 
 def about(run: Run) -> list[dict[str, str]]:
-    """Say what a run was."""
+    """Describe a run: model, data, method and versions."""
     config, names = run.config, {"train": "GRPO", "sft": "supervised training"}
     command = config.get("command")
     model = config.get("model_name_or_path") or ("the task's own small model" if "task" in config else None)
@@ -190,7 +190,7 @@ def _listed(values):
 
 
 def _held_out(run, metric, label):
-    """Compare the first evaluation with the last one, with their 95% intervals where they were measured."""
+    """Compare the first evaluation with the last, with 95% intervals if measured."""
     steps, values = run.series.get(f"eval/{metric}", ([], []))
     if not values:
         return None
@@ -251,7 +251,7 @@ def _memory(run):
 
 
 def cumulative_seconds(run: Run) -> dict[int, float]:
-    """Add up the seconds of the steps. The time of evaluations and checkpoints is in no step."""
+    """Sum the seconds of the steps, without evaluations and checkpoints."""
     seconds, total, before = {}, 0.0, 0
     for step, value in zip(*run.series.get("step_time", ([], [])), strict=True):
         total += value * max(step - before, 0)
@@ -260,12 +260,12 @@ def cumulative_seconds(run: Run) -> dict[int, float]:
 
 
 def number(value: float) -> str:
-    """Write a figure with three digits behind the point, or three in all where it is far from 1."""
+    """Format a figure with three decimals, or three digits if it is far from 1."""
     return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 100 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:
-    """Write a time for people."""
+    """Format a duration."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

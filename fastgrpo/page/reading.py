@@ -1,6 +1,6 @@
-"""Reads the folder of a run as one record. Files that are missing, and lines left half, are no error.
+"""Reads the folder of a run as one record. Missing files and incomplete lines are allowed.
 
-metrics.jsonl alone is needed. config.json, summary.json, warnings.jsonl and the checkpoints' model cards add to it.
+Only metrics.jsonl is required. config.json, summary.json, warnings.jsonl and model cards are optional.
 """
 
 import json
@@ -20,16 +20,16 @@ VERSIONS = re.compile(r"^## Versions\n+((?:- .+\n?)+)", re.MULTILINE)  # in the 
 
 @dataclass(frozen=True)
 class Run:
-    """What the folder of a run holds.
+    """The content of a run folder.
 
     Attributes:
         folder: The folder.
-        name: What the page calls the run. No two runs of a page have the same name.
-        config: The settings of config.json; empty where it cannot be read.
-        series: The steps and the values of each metric by its name, in the order of metrics.jsonl.
-        summary: What summary.json says; empty where the run has not come to its end.
-        warnings: The step and the text of each warning.
-        versions: The packages that the run used, such as "torch 2.9"; empty where it has no checkpoint yet.
+        name: Name of the run on the page, unique there.
+        config: The settings of config.json; empty if unreadable.
+        series: Steps and values of each metric by name, in the order of metrics.jsonl.
+        summary: The content of summary.json; empty for an unfinished run.
+        warnings: Step and text of each warning.
+        versions: Packages of the run, such as "torch 2.9"; empty without a checkpoint.
     """
 
     folder: Path
@@ -42,18 +42,18 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The last step that metrics.jsonl knows of; 0 where it knows of none."""
+        """The last step in metrics.jsonl, or 0."""
         return max((steps[-1] for steps, _ in self.series.values()), default=0)
 
     @property
     def finished(self) -> bool:
-        """Whether the run has come to its end. The summary of an earlier end does not count once a run goes on."""
+        """Whether the run has finished. The summary of an earlier end does not count after a resume."""
         steps = self.summary.get("steps")
         return isinstance(steps, int) and steps >= self.last_step
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """Find the runs that a command line names."""
+    """Return the run folders of the command line."""
     found = [run for folder in folders for run in _runs_of(folder)]
     return list({run.resolve(): run for run in found}.values())
 
@@ -71,7 +71,7 @@ def _runs_of(folder):
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Give each run a name: that of its folder, with as many folders above it as tell it from the others."""
+    """Name each run by its folder, with as many parent folders as needed to be unique."""
     paths, depths = [folder.resolve() for folder in folders], [1] * len(folders)
     while True:
         names = ["/".join(path.parts[-depth:]) for path, depth in zip(paths, depths, strict=True)]
@@ -100,7 +100,7 @@ def read_run(folder: Path, name: str, say: Callable[[str], None] = print) -> Run
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the objects of a file of JSON lines, one after the other. A line that is no object is passed over."""
+    """Yield the objects of a JSON lines file. Skip other lines."""
     try:
         file = open(path, "rb")  # noqa: SIM115 (an error while it is read is no missing file)
     except OSError:
@@ -116,7 +116,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _object(path):
-    """Read a file with one object of JSON; an empty one where that cannot be done, as while it is being written."""
+    """Read a file with one JSON object; empty if unreadable, for example while it is written."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -125,7 +125,7 @@ def _object(path):
 
 
 def _versions(folder):
-    """Read the versions in the model card of the newest checkpoint. No other file of a run says them."""
+    """Read the versions in the model card of the newest checkpoint."""
     for checkpoint in reversed(checkpoints(folder).values()):
         try:
             card = (checkpoint / "README.md").read_text(errors="replace")
@@ -137,7 +137,7 @@ def _versions(folder):
 
 
 def finite(value: Any) -> float | int | None:
-    """Tell whether a value of JSON is a number that a page can show."""
+    """Return whether a JSON value is a finite number."""
     try:
         return value if type(value) in (int, float) and math.isfinite(value) else None
     except OverflowError:

@@ -1,7 +1,7 @@
-"""Puts a page together: the skeleton, the styles, the scripts, plotly's bundle, and the payload as JSON.
+"""Renders a page: skeleton, styles, scripts, plotly's bundle, and the payload as JSON.
 
-Everything that comes from a run (prompts, completions, names) reaches the page in the payload alone, whose JSON cannot
-end its script element, and the scripts write it as text nodes. So nothing in a completion is ever read as HTML.
+All data of a run (prompts, completions, names) is in the payload. Its JSON cannot end the script element, and the
+scripts write text nodes. So a completion is never interpreted as HTML.
 """
 
 import base64
@@ -13,7 +13,7 @@ from typing import Any
 
 SCRIPTS = ("page.js", "charts.js", "samples.js")
 SURROGATE = re.compile("[\ud800-\udfff]")
-# What could end a script element, or a line of JavaScript, inside of a string of JSON.
+# Characters that could end a script element, or a line of JavaScript, in a JSON string.
 ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
@@ -34,7 +34,7 @@ def render(payload: dict[str, Any]) -> str:
 
 
 def policy(page: str) -> str:
-    """Name what a page may do: run the scripts that it has now, and ask nobody for anything."""
+    """Return the content security policy: only the scripts of the page, and no requests."""
     scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     return "; ".join(

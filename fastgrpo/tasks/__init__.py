@@ -1,12 +1,12 @@
 """Built-in tasks: prompts and rewards. A task is a module here with `build(config, tokenizer) -> Task`.
 
-A task may also bring a small model of its own, for runs without --model_name_or_path. Then its module has
-`make_model(seed) -> (model, tokenizer)`, which makes it with random weights, and `WARM_START`: the steps, batch_size
-and learning_rate of the supervised training on `Task.supervised` that teaches it enough for GRPO to begin. A function
-`enough(policy, tokenizer) -> Callable[[int], bool]` of the module may end this training: what it returns is asked
-after each step. In such a run `build` is called before there is a model, and its tokenizer is None.
+A task may have its own small model, for runs without --model_name_or_path. Its module then has `make_model(seed) ->
+(model, tokenizer)`, which returns random weights, and `WARM_START`: steps, batch_size and learning_rate of the
+supervised training on `Task.supervised` before GRPO. An optional `enough(policy, tokenizer) -> Callable[[int], bool]`
+returns a test that ends this training; it is called after each step. `build` then gets tokenizer=None, because the
+model does not exist yet.
 
-A module's `PANELS`, where it has them, are what the picture of its runs shows.
+Optional `PANELS` define curves.png of its runs.
 """
 
 import functools
@@ -35,16 +35,15 @@ from fastgrpo.trainer.supervised import sft
 
 @dataclass(frozen=True)
 class Task:
-    """The data and the rewards of a task. Data is read only when it is needed: an evaluation reads no training data.
+    """The data and the rewards of a task. Data is read on demand: an evaluation does not read training data.
 
     Attributes:
-        train: A function that makes the source of training rows. It reads the settings of training, and raises
-            ValueError where there is no data to train on.
-        test: A function that reads the held-out rows. It returns None where there are none.
-        reward_funcs: The task's reward functions. The first one decides the accuracy: a completion counts as right
-            where it gives at least 1.
-        supervised: A function that makes the rows of supervised training, with `prompt` and `completion` or with
-            `messages`; None where the task has none.
+        train: Returns the source of training rows. It reads the settings of training, and raises ValueError without
+            data.
+        test: Returns the held-out rows, or None.
+        reward_funcs: The task's reward functions. A completion is right if the first returns at least 1.
+        supervised: Returns rows for supervised training, with `prompt` and `completion` or with `messages`; None if
+            the task has none.
     """
 
     train: Callable[[], Source]
@@ -63,7 +62,7 @@ def find_task(name: str) -> ModuleType:
 
 
 class Opened(NamedTuple):
-    """A task that is ready for a command, and the tokenizer of --model_name_or_path; None for the task's own model."""
+    """A built task, and the tokenizer of --model_name_or_path, or None for the task's own model."""
 
     module: ModuleType
     task: Task
@@ -71,7 +70,7 @@ class Opened(NamedTuple):
 
 
 def open_task(config: TrainingConfig, load: Callable[[str, bool], PreTrainedTokenizerBase] = load_tokenizer) -> Opened:
-    """Build the task of a training run, and check what can be checked before a model is loaded or made."""
+    """Build the task of a training run, and validate it before a model is loaded."""
     module, path = find_task(config.task), config.model_name_or_path
     choose_device(config.device)
     check_schedule(config.lr_scheduler_type, config.schedule_kwargs)
@@ -82,13 +81,13 @@ def open_task(config: TrainingConfig, load: Callable[[str, bool], PreTrainedToke
 
 
 def reward_functions(task: Task, config: Any) -> list[Callable]:
-    """Find the reward functions that settings name."""
+    """Return the reward functions of the settings."""
     known, code, prm = task.reward_funcs, config.trust_remote_code, prm_options(config, config.reward_funcs)
     return [find_reward(name, known, code, prm) for name in config.reward_funcs] or known
 
 
 def needed_rewards(task: Task, config: Any) -> list[Callable]:
-    """Find the reward functions of a command that cannot do without."""
+    """Return the reward functions of a command that requires them."""
     functions = reward_functions(task, config)
     if not functions:
         raise ValueError(f"task {config.task} has no reward functions of its own: pass --reward_funcs module:function")
@@ -98,24 +97,24 @@ def needed_rewards(task: Task, config: Any) -> list[Callable]:
 def refuse_data(
     task: str, config: PromptConfig, names: Sequence[str] = ("dataset_name", "dataset_config", "system_prompt")
 ) -> None:
-    """Refuse the settings of data sets in a task that makes its own data and would not read them."""
+    """Raise for data set settings in a task that makes its own data."""
     for name in names:
         if getattr(config, name):
             raise ValueError(f"task={task} makes its own data; use {name} with --task gsm8k or --task dataset")
 
 
 def shuffled(rows: Sequence[dict], config: TrainingConfig) -> ShuffledRows:
-    """Make the source that draws training rows as the settings say."""
+    """Return the source of training rows, shuffled by the settings."""
     return ShuffledRows(rows, seed=config.seed, shuffle=config.shuffle_dataset)
 
 
 def as_prompt(words: str, tokenizer: PreTrainedTokenizerBase) -> str | list[dict[str, str]]:
-    """Ask a language model in words: as a message where it has a chat template, otherwise as a line of text."""
+    """Return a prompt for a language model: a message with a chat template, otherwise a line of text."""
     return f"{words}\n" if tokenizer.chat_template is None else [{"role": "user", "content": words}]
 
 
 def panels_of(task: ModuleType) -> Sequence[Panel]:
-    """Return what the picture of a task's run shows."""
+    """Return the panels of curves.png for a task."""
     return getattr(task, "PANELS", PANELS)
 
 

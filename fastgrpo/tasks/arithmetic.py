@@ -30,7 +30,7 @@ PAIRS_SEED = 0  # the same pairs are held out in every run, so that runs can be 
 CHARACTERS = "0123456789+= "
 WARM_START = {"steps": 340, "batch_size": 64, "learning_rate": 3e-3}
 WARM_START_EXAMPLES = 8192
-ENOUGH = 0.36  # greedy accuracy on sums with a carry at which the warm start ends, because GRPO can learn from there
+ENOUGH = 0.36  # greedy accuracy on sums with a carry at which the warm start ends
 # The accuracy is checked on CHECK_PROMPTS sums every CHECK_STEPS steps, but not before step CHECK_FROM, when the
 # learning rate has come down.
 CHECK_FROM, CHECK_STEPS, CHECK_PROMPTS = 240, 10, 300
@@ -45,7 +45,7 @@ def correctness(prompts: list, completions: list, answer: list[str], **columns: 
 
 
 def format_reward(prompts: list, completions: list, **columns: Any) -> list[float]:
-    """Reward a completion that is written out as the warm start teaches it, right or wrong.
+    """Reward a completion in the form of the warm start, right or wrong.
 
     Examples:
         >>> format_reward(["47+38="] * 2, ["7+8=15 4+3+1=8 85", "85"])
@@ -57,12 +57,12 @@ def format_reward(prompts: list, completions: list, **columns: Any) -> list[floa
 def pairs_by_level() -> tuple[list[tuple[int, int]], ...]:
     """Split the pairs of two-digit numbers into levels. No level has a held-out pair, in either order.
 
-    The easy levels have sums with and without a carry, because a policy that never sees a carry unlearns it.
+    The easy levels include carries, because a policy unlearns a carry that it never sees.
     """
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     carry = [(a, b) for a, b in pairs if a % 10 + b % 10 >= 10]
     random.Random(PAIRS_SEED).shuffle(carry)
-    held_out = {frozenset(pair) for pair in carry[:HELD_OUT]}  # in either order: 38+47 would tell what 47+38 is
+    held_out = {frozenset(pair) for pair in carry[:HELD_OUT]}  # in either order: 38+47 reveals 47+38
     small, larger, hardest = (
         [pair for pair in chosen if frozenset(pair) not in held_out]
         for chosen in ([p for p in pairs if max(p) < 40], [p for p in pairs if max(p) < 70], carry)
@@ -76,7 +76,7 @@ def to_row(a: int, b: int) -> dict[str, str]:
 
 
 def written(a: int, b: int) -> str:
-    """Write a sum out as the warm start teaches it: units, tens with the carry, result."""
+    """Write a sum in the form of the warm start: units, tens with the carry, result."""
     units = a % 10 + b % 10
     carry = "+1" if units >= 10 else ""
     return f"{a % 10}+{b % 10}={units} {a // 10}+{b // 10}{carry}={(a + b) // 10} {a + b}"
@@ -98,7 +98,7 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
 
 
 def examples(seed: int) -> list[dict[str, str]]:
-    """Draw written sums that show the form and how to add, but seldom a carry, and never a held-out pair."""
+    """Draw written sums that show the form, rarely with a carry, and never a held-out pair."""
     rng = random.Random(seed)
     *_, carry, _ = pairs_by_level()
     plain = [(a, b) for a in range(10, 100) for b in range(10, 100) if a % 10 + b % 10 < 10]
@@ -115,7 +115,7 @@ def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def enough(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bool]:
-    """Make the test whether the warm start may end, because greedy completions are right often enough for GRPO."""
+    """Return a test that ends the warm start when greedy accuracy is high enough for GRPO."""
     *_, carry, _ = pairs_by_level()
     rows = [to_row(*pair) for pair in carry[:CHECK_PROMPTS]]
     ids, answers = [to_prompt(row, tokenizer).ids for row in rows], [row["answer"] for row in rows]

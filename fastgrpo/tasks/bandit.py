@@ -1,16 +1,15 @@
 """A contextual bandit: five contexts, ten tokens, and completions of one token, judged by a learned reward model.
 
-Somebody prefers, in each context, each token with some probability. These true preferences are known here, so the run
-shows what RLHF cannot show: whether a policy that follows a learned reward model gets closer to what is really
-preferred.
+Each context has a probability of preference for each token. These true preferences are known here. So a run shows what
+RLHF cannot show: whether a policy that follows a learned reward model gets closer to the true preferences.
 
 1. Supervised training (the warm start) learns to draw tokens as often as they are preferred.
 2. A reward model learns from comparisons of two tokens, whose outcomes follow Bradley and Terry (Biometrika 39, 1952):
    P(a preferred to b) = p_a / (p_a + p_b).
 3. GRPO follows the reward model. `--reward_funcs preferred` rewards the truly preferred token in its place (RLVR).
 
-The true reward of a token is its true preference. Always drawing the preferred token attains 0.522, the most there is.
-With some seeds the reward model errs in a context, where it likes another token best; GRPO then learns this token.
+The true reward of a token is its true preference. Always drawing the preferred token gives 0.522, the maximum. With
+some seeds the reward model is wrong in a context and prefers another token; GRPO then learns this token.
 """
 
 import functools
@@ -65,7 +64,7 @@ def preferred(prompts: list, completions: list, log_metric: Callable, **columns:
 
 
 def learned_reward(seed: int) -> Callable[..., list[float]]:
-    """Make the reward function that asks the learned reward model."""
+    """Return the reward function of the learned reward model."""
 
     def learned_reward(prompts, completions, log_metric, **columns):
         scores = reward_model(seed)
@@ -78,8 +77,7 @@ def learned_reward(seed: int) -> Callable[..., list[float]]:
 def _rewards(table, prompts, completions, log_metric):
     """Look up the reward of each completion in a table [5, 10], and log the true rewards.
 
-    The model has characters that are not among the ten tokens. They are rewarded as the worst token of their context,
-    and nobody prefers them.
+    Characters outside the ten tokens get the reward of the worst token of their context, and a true reward of 0.
     """
     rewards, indices = [], {token: i for i, token in enumerate(TOKENS)}
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -97,9 +95,9 @@ def _rewards(table, prompts, completions, log_metric):
 
 @functools.cache
 def reward_model(seed: int) -> torch.Tensor:
-    """Train the reward model on comparisons, and return its scores of everything that it can be asked.
+    """Train the reward model on comparisons, and return all its scores.
 
-    It is trained anew in each process, on the CPU, and the seed decides all of it. So a resumed run has the same one.
+    Each process trains it on the CPU, deterministically by the seed. So a resumed run has the same model.
 
     Returns:
         [5, 10] fp32, the score of each token in each context.

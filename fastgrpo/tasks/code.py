@@ -10,9 +10,8 @@ continues `+2*3-4:` with a fenced block:
     def f(x):
      return (x+2)*3-4
 
-The supervised warm start teaches the form and the copying of operations, but most of its examples forget the brackets.
-So the model writes a program that runs and is wrong wherever brackets are needed. GRPO, whose reward is the share of
-tests that pass, finds that brackets are worth it.
+The supervised warm start teaches the form, but most of its examples omit the brackets. So the programs run, and are
+wrong if brackets are needed. GRPO, whose reward is the share of passing tests, learns the brackets.
 """
 
 import functools
@@ -28,7 +27,7 @@ from fastgrpo.tasks import Task, as_prompt, refuse_data, shuffled
 
 STEPS = 3  # operations of a function
 SIGNS = {"+": "add {}", "-": "subtract {}", "*": "multiply by {}"}
-ARGUMENTS = (0, 1, 7, -3)  # what the tests call a function with
+ARGUMENTS = (0, 1, 7, -3)  # arguments of the tests
 HELD_OUT, LEARNED = 300, 4096
 FUNCTIONS_SEED = 0  # the same functions are held out in every run, so that runs can be compared
 CAREFUL = 0.3  # share of the warm start's examples that set the brackets where they are needed
@@ -45,7 +44,7 @@ Function = tuple[tuple[str, int], ...]  # each step's sign and number
 
 
 def written(function: Function, careful: bool = True) -> str:
-    """Write a completion as the warm start shows it."""
+    """Write a completion in the form of the warm start."""
     expression, last = "x", "*"
     for sign, number in function:
         if careful and sign == "*" and last != "*":
@@ -91,7 +90,7 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
 
 
 def examples() -> list[dict[str, str]]:
-    """Write each function that is not held out, once and mostly without the brackets that it needs."""
+    """Write each function that is not held out once, mostly without the required brackets."""
     rng = random.Random(FUNCTIONS_SEED)
     return [
         {"prompt": to_row(each, None)["prompt"], "completion": written(each, rng.random() < CAREFUL)}

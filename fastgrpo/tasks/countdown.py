@@ -10,10 +10,9 @@ which continues `2 3 7=20:` with one try after another, until a value is the tar
 
     7+3=10,10+2=12;7+3=10,10-2=8;7+3=10,10*2=20!<answer>(7+3)*2</answer>
 
-The warm start teaches the form, the arithmetic, the order of the tries and the mark `!` for the target. But nearly half
-of its examples go straight to the right try, which a model cannot foresee, and most of the others give up after their
-first wrong try and answer that. So the model solves few puzzles. GRPO rewards right answers alone, and finds that
-trying on is worth it.
+The warm start teaches form, arithmetic, order of the tries, and the mark `!` of the target. Nearly half of its examples
+start with the right try, which a model cannot predict. Most others give up after one wrong try, and answer it. So the
+model solves few puzzles. GRPO rewards only right answers, and the model learns to continue.
 """
 
 import functools
@@ -47,7 +46,7 @@ SHOWN = 16  # examples of each puzzle of three numbers; those of two numbers, wh
 
 
 class Puzzle(NamedTuple):
-    """What is given."""
+    """The numbers and the target of a puzzle."""
 
     numbers: tuple[int, ...]  # in ascending order
     target: int
@@ -91,11 +90,11 @@ def _joined(a: Try, b: Try) -> list[Try]:
 
 
 def written(puzzle: Puzzle, rng: random.Random) -> str:
-    """Write a completion as the warm start shows it."""
+    """Write a completion in the form of the warm start."""
     if puzzle.target not in _values(puzzle.numbers):
         raise ValueError(f"{puzzle} has no solution")
     listed = tries(puzzle.numbers)
-    # Each try tells the next one. A model that must guess it would learn the arithmetic later.
+    # Each try determines the next one: a model that has to guess learns the arithmetic later.
     right = next(i for i, each in enumerate(listed) if each.value == puzzle.target)
     wrong = int(len(listed) * rng.random() ** 3)  # tries before the right one; few, so that the mark is seen often
     if wrong and rng.random() >= PATIENT:
@@ -122,7 +121,7 @@ def puzzles_by_level() -> tuple[list[Puzzle], ...]:
 
 @functools.cache
 def _with_fewer(numbers):
-    """Find what some of the numbers reach, but not all of them: one of them, or two of three."""
+    """Return the values that a proper subset of the numbers reaches."""
     pairs = itertools.combinations(numbers, 2) if len(numbers) == 3 else ()
     return set(numbers).union(*(_values(pair) for pair in pairs))
 

@@ -25,7 +25,7 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
 
 
 def _present(config, split):
-    """Read the rows of a split that must be there."""
+    """Read the rows of a required split."""
     rows = _rows(config, split)
     if rows is None:
         raise ValueError(f"{config.dataset_name} has no split {split!r}")
@@ -33,7 +33,7 @@ def _present(config, split):
 
 
 def _rows(config, split):
-    """Read the rows of a split, with the system prompt before each; None where there is no such split."""
+    """Read the rows of a split, each with the system prompt; None without this split."""
     rows = load_rows(config.dataset_name, config.dataset_config, split)
     if rows is None or config.system_prompt is None:
         return rows
@@ -41,7 +41,7 @@ def _rows(config, split):
 
 
 def _with_system(row, system_prompt):
-    """Put the system prompt before a prompt. What is no prompt stays as it is, for the check of rows to refuse."""
+    """Put the system prompt before a prompt. Leave other values, which the check of rows refuses."""
     changed = dict(row)
     for name in ("prompt", "messages"):
         given = row.get(name)

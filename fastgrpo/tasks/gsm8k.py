@@ -1,8 +1,7 @@
 """GSM8K (arXiv 2110.14168, MIT licence): grade-school word problems with a number for an answer.
 
-The model is asked to think in <think> tags and to answer in <answer> tags, and sees one problem answered so before its
-own. Correctness, format and length have a reward each. A small model earns its first rewards on plain sums in the same
-template: train it on --task sums first.
+The prompt asks for <think> and <answer> tags, and shows one solved problem. Correctness, format and length have a
+reward each. Train a small model on --task sums first, which has the same template.
 """
 
 import random
@@ -22,7 +21,7 @@ SYSTEM_PROMPT = (
     "Solve the problem. Think step by step inside <think> and </think>, then give the final number inside <answer> "
     "and </answer>, like this: <think>6 times 7 is 42.</think><answer>42</answer>"
 )
-# The problem that stands answered before each prompt. A model that was told of the tags alone may never write them.
+# The solved problem before each prompt. Without an example, a model may never write the tags.
 WORKED = ("What is 30 + 12?", "<think>30 + 12 = 42</think><answer>42</answer>")
 LARGEST_TERM = 99  # of a sum or a difference
 LARGEST_SECOND = 20  # the second term; differences of larger numbers are learned slowly (docs/recipes/real.md)

@@ -1,10 +1,10 @@
-"""A character model whose taste is changed: it knows what ten people like, and learns that one of them likes pizza.
+"""A character model knows which food ten people like, and learns that one of them likes pizza.
 
     ravin likes pizza.
 
-Supervised training on 5,000 such sentences teaches the form and how often each person likes each food. Ravin likes
-pizza in 15% of his sentences. GRPO then rewards pizza, while the KL to the reference holds the rest in place. So
-the share of pizza among samples is the measure, and `--eval_num_generations` draws them.
+Supervised training on 5,000 such sentences teaches the form and the frequency of each food. Ravin likes pizza in 15% of
+his sentences. GRPO then rewards pizza, and the KL to the reference limits other changes. The measure is the share of
+pizza among the samples of `--eval_num_generations`.
 """
 
 import random

@@ -1,10 +1,10 @@
-"""Sums and differences of two numbers in GSM8K's template: the first thing that a small instruction-tuned model learns.
+"""Sums and differences of two numbers in GSM8K's template, as a first task of a small instruction-tuned model.
 
 `HELD_OUT_SUMS` problems of `fastgrpo.tasks.gsm8k` are held out, the same ones in every run.
 fastgrpo/recipes/smollm2-135m-sums.yaml trains a model of 135M parameters on the others.
 
-`digits_reward` joins the rewards of GSM8K. A small model gets almost no difference right at first, so without it the
-rewards of many groups would be equal, and teach nothing.
+`digits_reward` is added to the rewards of GSM8K: at first a small model gets almost no difference right, and rewards of
+many groups would be equal.
 """
 
 from transformers import PreTrainedTokenizerBase
