@@ -14,17 +14,17 @@ INTRODUCTION = """# Settings
 
 `make settings` writes this page from the code.
 
-A setting has one name everywhere: `GRPOConfig(beta=0.04)` in Python, `--beta 0.04` on the command line, and `beta:
-0.04` in the YAML file of `--config FILE`. N is the value of the setting. On the command line, write booleans as True or
-False, and lists with spaces (`--reward_weights 1 0.5`). A flag overrides the file. The file overrides the recipe of the
-task in `fastgrpo/recipes/`, and the recipe overrides the default below.
+A setting has one name everywhere: `GRPOConfig(beta=0.04)` in Python, `--beta 0.04` on the command line, and
+`beta: 0.04` in the YAML file of `--config FILE`. In the tables, N is the value of the setting. On the command line,
+write booleans as True or False, and lists with spaces (`--reward_weights 1 0.5`). A flag overrides the file. The file
+overrides the recipe of the task in `fastgrpo/recipes/`. The recipe overrides the default below.
 
-The tables list the settings of `python -m fastgrpo.train`. The last two add those of `python -m fastgrpo.sft` and
-`python -m fastgrpo.distill`. `--help-all` lists the settings of a command.
+The tables list the settings of `python -m fastgrpo.train`. The last two add those of `sft` and `distill`.
 
-A changed setting without effect is an error. The last column says whether a resumed run may change a setting. Three
-settings depend on the value. `ref_storage` cannot change from or to int8 or nf4. Only the device in
-`reward_model_kwargs` can change. `rollout_backend` can change between fast and eager, with a warning.
+A setting has an effect only under its condition; elsewhere, a changed value is an error. The last column says whether a
+resumed run may change a setting. Three settings depend on the value: `ref_storage` cannot change from or to int8 or
+nf4. Only the device in `reward_model_kwargs` can change. `rollout_backend` can change between fast and eager, with a
+warning.
 """
 RESUME = {
     "same": "a change is an error",
@@ -130,8 +130,8 @@ DIFFERS = [
     ("`tools`, `environment_factory`, `rollout_func`, `use_vllm`", "refused by name"),
 ]
 HEADER = (
-    "| flag | default | meaning | allowed | has an effect only where | on resume |\n"
-    "|------|---------|---------|---------|-------------------------|-----------|"
+    "| flag | default | meaning | allowed | condition | on resume |\n"
+    "|------|---------|---------|---------|-----------|-----------|"
 )
 
 TITLES = {SFTConfig: "Supervised training", SelectionConfig: "Distillation"}

@@ -341,7 +341,7 @@ class RunConfig:
     report_to: each_of("none", "tensorboard", "wandb", "trackio") = ("none",)
     """Send metrics to these trackers too, under TRL's names."""
     run_name: str | None = None
-    """Name the run in W&B and trackio, with a number appended. None uses the name of the run folder."""
+    """Name the run in W&B and trackio, which appends a suffix. None uses the name of the run folder."""
     project: str = "huggingface"
     """Send the run to this project in trackio, and in W&B if WANDB_PROJECT is not set."""
     push_to_hub: bool = False
