@@ -312,7 +312,7 @@ def check_function(function: Any) -> None:
     """Raise ValueError for an object that is not a reward function."""
     if isinstance(function, type | PreTrainedModel) or not callable(function):
         raise ValueError(
-            f"reward_funcs: {shown(function)} of type {type(function).__name__} is no function; pass a function "
+            f"reward_funcs: {shown(function)} of type {type(function).__name__} is not a function; pass a function "
             "f(prompts, completions, **columns), an object that can be called like it, or a list of them; "
             "fastgrpo.rewards.find_reward finds a function, a model or a server by its name, and "
             "fastgrpo.rewards.models.RewardModel makes a function of a model"

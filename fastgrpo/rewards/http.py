@@ -125,8 +125,7 @@ class HttpScorer:
             return await again(self._try, client, body)
         except _Again as last:
             raise ConnectionError(
-                f"the reward server {self.shown} failed {self.retries + 1} times: {last}; start it, or look into its "
-                "log"
+                f"the reward server {self.shown} failed {self.retries + 1} times: {last}; start it, or read its log"
             ) from None
 
     async def _try(self, client, body):
@@ -153,7 +152,7 @@ class HttpScorer:
         try:
             rewards = json.loads(answer.content)
         except ValueError:
-            raise ValueError(f"{said} with what is no JSON: {self._start(answer)}") from None
+            raise ValueError(f"{said} with text that is not JSON: {self._start(answer)}") from None
         if isinstance(rewards, dict):
             rewards = rewards.get("rewards")
         verdicts = read_verdicts(rewards, count) if isinstance(rewards, list) else "has no list of rewards"
@@ -179,14 +178,16 @@ def _parsed(url):
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, TypeError) as error:
-        raise ValueError(f"reward_funcs: {url.rpartition('@')[2]!r} is no URL: {error}") from None
+        raise ValueError(
+            f"reward_funcs: {url.rpartition('@')[2]!r} is not a URL: {error}; write http://HOST:PORT/PATH"
+        ) from None
     if parsed.userinfo:
         raise ValueError(
             f"reward_funcs: the URL of {parsed.host} holds a user or a password, which would be logged; put a key into "
             f"the environment variable {API_KEY}"
         )
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"reward_funcs: {url!r} names no server; write http://HOST:PORT/PATH")
+        raise ValueError(f"reward_funcs: {url!r} has no server; write http://HOST:PORT/PATH")
     return parsed
 
 

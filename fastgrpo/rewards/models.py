@@ -196,7 +196,7 @@ class RewardModel(Judge):
         if info["missing_keys"]:  # transformers makes them at random, another time others
             lacking = ", ".join(sorted(info["missing_keys"]))
             raise ValueError(
-                f"reward_funcs: {path} is no reward model, for its files lack {lacking}; name a sequence "
+                f"reward_funcs: {path} is not a reward model: its files lack {lacking}; name a sequence "
                 "classifier with one label, or prm: in front of a process reward model"
             )
         return cls(model, **settings)
@@ -214,8 +214,8 @@ class RewardModel(Judge):
         if isinstance(texts[0], list):
             if self.tokenizer.chat_template is None:
                 raise ValueError(
-                    f"the prompts are lists of messages, and the tokenizer of the reward model {self.__name__} has no "
-                    "chat template; pass one that has as reward_processing_classes"
+                    f"the prompts are lists of messages, but the tokenizer of the reward model {self.__name__} has no "
+                    "chat template; pass a tokenizer with one as reward_processing_classes"
                 )
             render = self.tokenizer.apply_chat_template
             texts = [render(messages, tokenize=False, **self.template) for messages in texts]
@@ -284,9 +284,9 @@ class ProcessRewardModel(Judge):
         ):
             return
         raise ValueError(
-            f"reward_funcs: {self.__name__} is a {type(model).__name__}, which judges no steps; a process reward model "
-            "is a token classifier with 2 labels (AutoModelForTokenClassification), or a causal LM that says a good or "
-            "a bad token after each step. A sequence classifier with one label is a reward model: name it without prm:"
+            f"reward_funcs: {self.__name__} is a {type(model).__name__}; a process reward model is a token "
+            "classifier with 2 labels (AutoModelForTokenClassification), or a causal LM that writes a good or a bad "
+            "token after each step. A sequence classifier with one label is a reward model: name it without prm:"
         )
 
     def _prepare_tokens(self, good_token, bad_token):

@@ -242,7 +242,7 @@ def make_filter(machine: str | None = None) -> bytes:
     """Assemble the filter."""
     machine = machine or platform.machine()
     if machine not in _ARCHITECTURES:
-        raise ValueError(f"a jail runs on {' and '.join(_ARCHITECTURES)}, and this machine is {machine}")
+        raise ValueError(f"a jail runs on {' and '.join(_ARCHITECTURES)}, but this machine is {machine}")
     architecture, column = _ARCHITECTURES[machine]
     numbers = [pair[column] for pair in REFUSED.values()]
     refuse = 4 + len(numbers) + 1  # the index of the last instruction
@@ -264,7 +264,7 @@ class Prison:
     def __init__(self, limits: Limits):
         self.limits, self._copy = limits, None
         if not sys.platform.startswith("linux"):
-            raise ValueError(f"there is no jail on {sys.platform}: {HOW_TO_GET}")
+            raise ValueError(f"the sandbox does not run on {sys.platform}: {HOW_TO_GET}")
         self.filter = make_filter()
         self.user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
         self.command = [*self._own_tmp(), *_jail(self._bwrap())]

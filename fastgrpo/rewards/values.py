@@ -76,7 +76,7 @@ class Logs:
         """Log a number. metrics.jsonl gets the mean of all numbers of a step with this name."""
         _check_name("log_metric", name)
         if is_known(name):
-            raise ValueError(f"log_metric({name!r}, ...): a run logs a metric of this name itself; choose another name")
+            raise ValueError(f"log_metric({name!r}, ...): a run already has a metric of this name; choose another name")
         if not isinstance(plain(value), Real):
             raise ValueError(f"log_metric({name!r}, ...) takes a number, got {shown(value)}")
         read = number(value)
@@ -86,17 +86,17 @@ class Logs:
         """Log a column of samples.jsonl. Later values in the same call replace earlier ones."""
         _check_name("log_extra", column)
         if column in SAMPLE_COLUMNS:
-            raise ValueError(f"log_extra({column!r}, ...): every sample has such a column; choose another name")
+            raise ValueError(f"log_extra({column!r}, ...): every sample already has this column; choose another name")
         items = listed(values, self.count)
         if items is None:
             raise ValueError(f"log_extra({column!r}, ...) takes a list, got {shown(values)}")
         if len(items) != self.count:
             got = length(values, items, self.count)
-            raise ValueError(f"log_extra({column!r}, ...) takes one value a completion: {self.count}, got {got}")
+            raise ValueError(f"log_extra({column!r}, ...) takes one value per completion: {self.count}, got {got}")
         try:
             self.columns[column] = json_values(items)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"log_extra({column!r}, ...) takes what JSON can hold: {error}") from None
+            raise ValueError(f"log_extra({column!r}, ...) takes values that JSON can hold: {error}") from None
 
     def log_steps(self, ends: Sequence[Sequence[int] | None], rewards: Sequence[Sequence[float] | None]) -> None:
         """Log the rewards of the steps of each completion, for --process_rewards token."""
@@ -105,7 +105,9 @@ class Logs:
             items = listed(values, self.count)
             if items is None or len(items) != self.count:
                 got = shown(values) if items is None else length(values, items, self.count)
-                raise ValueError(f"log_steps takes a list of {self.count} lists of {name}, one a completion; got {got}")
+                raise ValueError(
+                    f"log_steps takes a list of {self.count} lists of {name}, one per completion; got {got}"
+                )
             both.append(items)
         self.steps = [_steps(i, *of_one) for i, of_one in enumerate(zip(*both, strict=True))]
 
@@ -144,7 +146,7 @@ def _steps(index, ends, rewards):
 
 def _check_name(function, name):
     if not isinstance(name, str) or not name:
-        raise ValueError(f"{function}({shown(name)}, ...): a name is a text that is not empty")
+        raise ValueError(f"{function}({shown(name)}, ...): the name must be text that is not empty")
     try:
         name.encode()
     except UnicodeEncodeError as error:

@@ -69,7 +69,7 @@ def _find(folder, config, say):
         if contents(path) and not folder.made():
             raise ValueError(f"output_dir {path} has no checkpoint, and no run made its files; choose another one")
         folder.refuse_foreign()
-        say(f"there is no checkpoint in {path}, so a new run starts")
+        say(f"no checkpoint in {path}: a new run starts")
         folder.empty()
         return None
     check_settings(checkpoint, config, say)
@@ -126,7 +126,7 @@ def set_aside(folder: RunFolder, step: int, say: Callable[[str], None]) -> None:
             while (folder.path / free).exists():
                 free += "+"
             folder.rename(path.name, free)
-            say(f"{path.name} is set aside as {free}")
+            say(f"{path.name} is renamed to {free}")
 
 
 def check_settings(checkpoint: Path, config: TrainingConfig, say: Callable[[str], None]) -> None:
@@ -181,8 +181,8 @@ def refuse_differences(ranks: Ranks, **values: Any) -> None:
         for name, value in values.items():
             if theirs[name] != value:
                 raise ValueError(
-                    f"the {name.replace('_', ' ')} are others on rank {rank} than on rank {ranks.rank}; let all "
-                    "machines read the same files and rows in the same order"
+                    f"the {name.replace('_', ' ')} differ between rank {rank} and rank {ranks.rank}; make all machines "
+                    "read the same files and rows in the same order"
                 )
 
 

@@ -94,4 +94,4 @@ class StopSignals:
 
 
 def _reason(number):
-    return "nobody reads the output any more" if number == signal.SIGPIPE else number.name
+    return "the output pipe was closed" if number == signal.SIGPIPE else number.name

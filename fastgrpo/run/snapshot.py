@@ -426,9 +426,7 @@ def _compare(state, path, about, say):
         for name in ("data", "model")
     }
     if changed["model"]:
-        raise ValueError(
-            f"the weights at model_name_or_path have changed since {path} was written; bring back those that were there"
-        )
+        raise ValueError(f"the weights at model_name_or_path have changed since {path} was written; restore them")
     if state["rows"] != about["rows"] or changed["data"]:
         rows = f" (then {state['rows']}, now {about['rows']})" if state["rows"] != about["rows"] else ""
         say(

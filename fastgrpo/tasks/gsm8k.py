@@ -54,7 +54,7 @@ def to_row(row: dict, system_prompt: str | None, conversational: bool) -> dict:
         if column not in row:
             raise ValueError(f"a GSM8K row needs the columns question and answer, got {', '.join(row)}")
         if not isinstance(row[column], str) or not row[column].strip():
-            raise ValueError(f"the {column} must be a text that is not empty, got {brief(row[column])}")
+            raise ValueError(f"the {column} must be text that is not empty, got {brief(row[column])}")
     task, worked = (SYSTEM_PROMPT, [WORKED]) if system_prompt is None else (system_prompt, [])
     turns = [*worked, (row["question"], "")]
     if conversational:

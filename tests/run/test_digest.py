@@ -88,5 +88,5 @@ class Two(Ranks):
 def test_ranks_that_read_different_things_are_refused():
     refuse_differences(Ranks(), training_rows=("a", 3), held_out_rows="b")
     refuse_differences(Two(1, 2), training_rows=("a", 3), held_out_rows="others")
-    with pytest.raises(ValueError, match="the held out rows are others on rank 0 than on rank 1; let all"):
+    with pytest.raises(ValueError, match="the held out rows differ between rank 0 and rank 1; make all"):
         refuse_differences(Two(1, 2), training_rows=("a", 3), held_out_rows="b")

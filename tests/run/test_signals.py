@@ -103,7 +103,7 @@ def test_a_reader_that_leaves_stops_the_run_as_a_signal_does(monkeypatch, capfd)
         assert stop and stop.received == signal.SIGPIPE
         print("dropped")
     assert sys.stdout is stream
-    assert capfd.readouterr().err.count("nobody reads the output any more: finishing the step, then saving") == 1
+    assert capfd.readouterr().err.count("the output pipe was closed: finishing the step, then saving") == 1
     with pytest.raises(SystemExit) as raised:
         stop.leave()
     assert raised.value.code == 141

@@ -41,7 +41,7 @@ def test_a_model_made_in_memory_gets_the_weights_of_rank_0():
 
 def test_other_weights_on_another_rank_are_refused(tmp_path):
     path = tiny.save(tmp_path / "model")
-    with pytest.raises(ValueError, match="the weights of the model are others on rank 0 than on rank 1; let all mach"):
+    with pytest.raises(ValueError, match="the weights of the model differ between rank 0 and rank 1; make all mach"):
         make_policy(str(path), None, config(), Two(digest="0"))
     make_policy(str(path), None, config(), Two())
 
