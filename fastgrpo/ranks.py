@@ -1,11 +1,11 @@
-"""The processes of a run, one for each GPU, as torchrun or `accelerate launch` starts them. Each of them is a rank.
+"""The ranks of a run: one process per GPU, started by torchrun or `accelerate launch`.
 
-All ranks take the same decisions: each takes the same rows, and each gets the completions that all of them drew. Only
-what takes time is split: drawing, judging, forward and backward passes.
+All ranks make the same decisions: they read the same rows, and get the completions of all ranks. Only drawing, judging,
+forward and backward passes are split.
 
-A rank that fails writes its error to a key of the store that all ranks share, to stderr and to torchrun's error file,
-in this order, and ends. The others notice the broken connection (or torch's timeout), read the key, and end with one
-line. torchrun kills after 30 s whatever still waits for NCCL. `monitored_barrier` names a rank that does not come.
+A rank that fails writes its error to a key of the shared store, to stderr and to torchrun's error file, in this order,
+and exits. The others notice the broken connection (or torch's timeout), read the key, and exit with one line. torchrun
+kills ranks that hang in NCCL after 30 s. `monitored_barrier` names a missing rank.
 """
 
 import atexit
@@ -28,11 +28,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-TIMEOUT = 1800  # seconds that a rank waits for the others, unless a setting says otherwise
-EXPLANATION = 10.0  # seconds that a rank waits for the reason why another one is lost
-BUCKET = 1 << 28  # bytes that are summed at once, as a copy
-_CAUSE = "cause"  # the key that holds [rank, line] of what ends the run; the first rank to write it wins
-_PAUSE = 0.02  # seconds between two looks at the store
+TIMEOUT = 1800  # default seconds to wait for the other ranks
+EXPLANATION = 10.0  # seconds to wait for the error of a lost rank
+BUCKET = 1 << 28  # bytes summed in one all-reduce
+_CAUSE = "cause"  # key of [rank, line] of the error that ends the run; the first rank to write it wins
+_PAUSE = 0.02  # seconds between two reads of the store
 # gloo raises RuntimeErrors that begin with the place in its source, torch's NCCL DistBackendErrors, and a store others.
 # An "enforce fail" of gloo is no broken connection: the ranks exchange different things.
 _BROKEN = re.compile(
@@ -41,14 +41,14 @@ _BROKEN = re.compile(
 )
 Result = TypeVar("Result")
 _joined = None  # the ranks that this process belongs to
-_failed = False  # whether this process ends by an error
+_failed = False  # whether this process ends with an error
 
 
 class RankLost(RuntimeError):
-    """Another rank failed, died, or did not come to an exchange in time.
+    """Another rank failed, died, or did not join an exchange in time.
 
     Attributes:
-        is_root: Whether no rank has reported an error, so that this one is what torchrun should show.
+        is_root: True if no rank has reported an error, so torchrun should show this one.
     """
 
     def __init__(self, text: str, is_root: bool = False) -> None:
@@ -57,9 +57,9 @@ class RankLost(RuntimeError):
 
 
 class Ranks:
-    """The ranks of a run, as one of them sees it.
+    """The ranks of a run.
 
-    Every method that exchanges something must be called by all ranks, in the same order.
+    All ranks must call each method that exchanges data, in the same order.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class Ranks:
 
     @property
     def lead(self) -> bool:
-        """True on rank 0, which writes the files of the run and prints."""
+        """True on rank 0, which writes files and prints."""
         return self.rank == 0
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Name what this rank waits for. Contexts may be nested. A broken connection becomes a `RankLost`."""
+        """Name the exchange within a context, which can be nested. A broken connection becomes a `RankLost`."""
         if self.size == 1:
             yield
             return
@@ -102,7 +102,7 @@ class Ranks:
             self._inside.pop()
 
     def _cause(self, error):
-        """Return the rank that failed, and its error in a line; or None, and what the ranks know of the lost one."""
+        """Return the rank that failed and its error in one line; or None and what is known about the lost rank."""
         named = re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", str(error))
         mine = f"{f'rank {named[1]}' if named else 'another rank'} died or did not come in time"
         end = time.monotonic() + (0 if named else EXPLANATION)
@@ -113,13 +113,13 @@ class Ranks:
         return None, mine
 
     def meet(self, what: str) -> None:
-        """Wait on the host until all ranks are there. Raises `RankLost` that names a missing rank."""
+        """Wait on the host for all ranks. Raises `RankLost` that names a missing rank."""
         if self.size > 1:
             with self.waiting(what):
                 dist.monitored_barrier(self.group, self.timeout, wait_all_ranks=True)
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Give every rank the values of all ranks."""
+        """Return the values of all ranks, in order."""
         if self.size == 1:
             return [value]
         values = [None] * self.size
@@ -129,11 +129,11 @@ class Ranks:
         return values
 
     def any(self, flag: bool, what: str) -> bool:
-        """Tell all ranks whether any of them has a flag."""
+        """Return whether the flag is set on any rank."""
         return any(self.gather(flag, what))
 
     def from_lead(self, value: Any, what: str) -> Any:
-        """Give every rank the value of rank 0."""
+        """Return the value of rank 0."""
         if self.size == 1:
             return value
         values = [value]
@@ -143,7 +143,7 @@ class Ranks:
         return values[0]
 
     def share(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """Give every rank the values of rank 0's tensors, in place."""
+        """Broadcast the tensors of rank 0, in place."""
         if self.group is None:
             return
         self.meet(what)
@@ -155,7 +155,7 @@ class Ranks:
                     tensor.detach().copy_(whole)
 
     def sum(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """Add up tensors over the ranks, in place. The result is the same on every rank to the last bit."""
+        """Sum tensors over the ranks, in place. The result is bit-equal on all ranks."""
         if self.size == 1:
             return
         with self.waiting(what):
@@ -169,7 +169,7 @@ class Ranks:
                 torch._foreach_copy_(bucket, [p.view_as(t) for p, t in zip(parts, bucket, strict=True)])
 
     def _group_of(self, tensor):
-        """Return the group that sends a tensor. The default group may have no backend for tensors on the host."""
+        """Return the group for a tensor. The default group may have no backend for tensors on the host."""
         return None if tensor.is_cuda else self.group
 
 
@@ -177,7 +177,7 @@ ALONE = Ranks()
 
 
 def _buckets(tensors):
-    """Split tensors into runs of at most `BUCKET` bytes."""
+    """Split tensors into buckets of at most `BUCKET` bytes."""
     bucket, size = [], 0
     for tensor in tensors:
         if bucket and size + tensor.nbytes > BUCKET:
@@ -190,7 +190,7 @@ def _buckets(tensors):
 
 
 def apart(ranks: Ranks, name: str, timeout: float) -> Ranks:
-    """Return the same ranks with another group, so that a thread can exchange things beside the main thread.
+    """Return the same ranks with another group, for exchanges of a second thread.
 
     All ranks must call this, in the main thread.
     """
@@ -202,7 +202,7 @@ def apart(ranks: Ranks, name: str, timeout: float) -> Ranks:
 
 
 def together(ranks: Ranks, do: Callable[[], Result], what: str) -> list[Result]:
-    """Let every rank do its part of something. What fails on one rank fails on all of them."""
+    """Call `do` on every rank, and return all results. A failure on one rank raises on all."""
     if ranks.size == 1:
         return [do()]
     result = failure = mine = None
@@ -227,18 +227,18 @@ def together(ranks: Ranks, do: Callable[[], Result], what: str) -> list[Result]:
 
 
 def launched() -> bool:
-    """Return whether a launcher started this process as one of several ranks, or as the only one."""
+    """Return whether a launcher started this process."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def refuse_ranks(what: str) -> None:
-    """Refuse, under a launcher, something that runs in one process."""
+    """Raise under a launcher, for a command of one process."""
     if launched():
         raise ValueError(f"{what} runs in one process: start it without torchrun (or accelerate launch)")
 
 
 def join(device: str = "auto", timeout: float = TIMEOUT) -> Ranks:
-    """Join the ranks of this run. Further calls return the same ranks."""
+    """Join the ranks of this run. Later calls return the same ranks."""
     global _joined
     if _joined is not None:
         return _joined
@@ -276,12 +276,12 @@ def join(device: str = "auto", timeout: float = TIMEOUT) -> Ranks:
                 timeout=waits,
                 device_id=torch.device("cuda", gpu) if on_gpu else None,
             )
-        # Objects lie on the host, whatever the backend of the tensors is.
+        # Objects are on the host, with any backend of tensors.
         ranks.group = dist.new_group(backend="gloo", timeout=waits)
     if ours:
         atexit.register(_leave)
     if not ranks.lead:
-        logging.getLogger("fastgrpo").setLevel(logging.ERROR)  # rank 0 warns for all
+        logging.getLogger("fastgrpo").setLevel(logging.ERROR)  # rank 0 warns for all ranks
     if size > 1:
         sys.excepthook = _end_by(sys.excepthook, ranks.lead)
     _joined = ranks
@@ -289,10 +289,10 @@ def join(device: str = "auto", timeout: float = TIMEOUT) -> Ranks:
 
 
 def _attempt(store, rank, size, timeout):
-    """Wait until all ranks of this attempt are there, and return a name for it.
+    """Wait for all ranks of this attempt, and return a name for it.
 
-    The agent of torchrun keeps one store for all restarts, in which torch would find the addresses of dead ranks. So
-    each rank shows a random name. Rank 0 answers with the names that it saw, and a rank that finds its own confirms.
+    The agent of torchrun keeps one store for all restarts, with the addresses of dead ranks. So each rank publishes a
+    random name. Rank 0 replies with the names that it read, and a rank that finds its own confirms.
     """
     mine, end = uuid.uuid4().hex, time.monotonic() + timeout
     others, shown = range(1, size), None
@@ -318,7 +318,7 @@ def _attempt(store, rank, size, timeout):
 
 
 def _connect(timeout, keeps=False):
-    """Connect to the store that the launcher or rank 0 keeps."""
+    """Connect to the store of the launcher or of rank 0."""
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -330,20 +330,20 @@ def _connect(timeout, keeps=False):
 
 
 def _kept_by_launcher():
-    """Return whether the launcher keeps the store, as torchrun says."""
+    """Return whether the launcher keeps the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def _leave():
-    """Destroy the process group at the end of the process. With NCCL, it would wait for ranks that do not come."""
+    """Destroy the process group at exit. After a failure with NCCL, skip it: it would wait for missing ranks."""
     if dist.is_initialized() and not (_failed and torch.cuda.is_available()):
         dist.destroy_process_group()
 
 
 def end(error: BaseException, text: str) -> None:
-    """Report the error that ends this rank: to the other ranks, to stderr and to torchrun.
+    """Report the error of this rank: to the other ranks, to stderr and to torchrun.
 
-    A `RankLost` is one line. An error that another rank has reported already is not printed again.
+    A `RankLost` is one line. An error of another rank is not printed again.
     """
     global _failed
     _failed = True
@@ -371,35 +371,35 @@ def end(error: BaseException, text: str) -> None:
 
 
 def _early_store():
-    """Return a store for errors before the ranks meet, or None: only torchrun keeps one so early."""
+    """Return torchrun's store for errors before the ranks meet, or None."""
     if not _kept_by_launcher():
         return None
     return dist.PrefixStore(f"fastgrpo/early/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", _connect(10))
 
 
 def _end_by(before, lead):
-    """Make the hook for exceptions that nobody catches: it reports them by `end`."""
+    """Make the hook for uncaught exceptions, which reports them with `end`."""
 
     def hook(kind, error, trace):
         if isinstance(error, Exception):
             end(error, "\n" + "".join(traceback.format_exception(kind, error, trace)).rstrip())
-            if _beneath_torch(before) is not sys.__excepthook__:  # a hook of the user's, which may report elsewhere
+            if _beneath_torch(before) is not sys.__excepthook__:  # the user's hook, which may report elsewhere
                 before(kind, error, trace)
-        elif lead:  # a KeyboardInterrupt, which all ranks have
+        elif lead:  # all ranks get a KeyboardInterrupt
             before(kind, error, trace)
 
     return hook
 
 
 def _beneath_torch(hook):
-    """Return the hook beneath the one that torch's process groups install, which would print the error once more."""
+    """Return the hook below that of torch's process groups, which would print the error again."""
     while getattr(hook, "__module__", None) == "torch.distributed.distributed_c10d":
         hook = inspect.getclosurevars(hook).nonlocals.get("old_hook", sys.__excepthook__)
     return hook
 
 
 def outlive_sigterm() -> None:
-    """Let the next SIGTERM pass where it would end the process: a rank that has lost another reports it and ends.
+    """Ignore the next SIGTERM, so that a rank that has lost another can report it.
 
     torchrun sends SIGTERM to all ranks once one has ended, and SIGKILL 30 s later.
     """
@@ -408,7 +408,7 @@ def outlive_sigterm() -> None:
 
 
 def own_gpu(device: str, rank: int, size: int) -> int:
-    """Find the GPU of a rank: the only one that it sees, or that of its number on the machine."""
+    """Return the GPU of a rank: the only visible one, or the one with its local rank."""
     count, local_rank = torch.cuda.device_count(), os.environ.get("LOCAL_RANK")
     _, colon, index = device.partition(":")
     if colon and size > 1:
@@ -434,14 +434,14 @@ def own_gpu(device: str, rank: int, size: int) -> int:
 
 
 def claim_gpu(store: "dist.Store", gpu: str, rank: int) -> None:
-    """Take a GPU for a rank. NCCL cannot let two ranks share one."""
+    """Set the GPU of a rank. With NCCL, two ranks cannot share one."""
     owner = store.compare_set(f"gpu/{gpu}", "", str(rank)).decode()
     if owner != str(rank):
         raise ValueError(f"rank {rank} has the same GPU as rank {owner}; start one process for each (--nproc_per_node)")
 
 
 def check_group(kinds: list[str], needed: str) -> None:
-    """Refuse a process group that a script has made, if it cannot send what lies where the ranks compute."""
+    """Raise if a process group of the script has no backend for the device of the ranks."""
     if needed not in kinds:
         raise ValueError(
             f"the process group of this script sends tensors on {' and '.join(kinds)}, and the ranks compute on "
