@@ -2,7 +2,7 @@ r"""python -m fastgrpo.chat MODEL: chat with a model interactively, or answer --
 
 With a chat template, each turn includes the conversation so far, and /new starts a new one. Without a chat template,
 the model continues each line as plain text. /exit or the end of the input ends the command; Ctrl-C ends an answer.
-Control characters are printed as escapes such as \\x1b; --raw True prints them unchanged.
+Control characters are printed as escapes such as \x1b; --raw True prints them unchanged.
 """
 
 import sys

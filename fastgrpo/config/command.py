@@ -250,8 +250,7 @@ def help_page(record: type, defaults: Mapping[str, Any], prog: str, description:
     lines = [" ".join(["usage:", prog, *map(str.upper, needed), "[--flag value ...]"]), ""]
     for paragraph in description.split("\n\n"):
         lines += [*textwrap.wrap(" ".join(paragraph.split()), width), ""]
-    if first is not None:
-        lines += ["Main settings; --help-all shows all.", ""]
+    lines += ["N is the value of a flag." + (" These are the main flags; --help-all shows all." if first else ""), ""]
     for section in sections_of(record):
         fields = [field for field in own_fields(section) if first is None or field.name in first]
         if fields:

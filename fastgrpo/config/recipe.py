@@ -14,7 +14,7 @@ KINDS = {"train": "Train a policy with GRPO.", "sft": "Train a policy on given c
 FILES = """
 
 --config FILE reads settings from a YAML file with lines `setting: value`; --config NAME reads a recipe of the package.
-Flags override the file, and the file overrides the recipe of the task. In the help, N is the value of the flag."""
+Flags override the file, and the file overrides the recipe of the task."""
 SWEEPS = """
 
 --sweep NAME=VALUE,VALUE makes one run per value of a setting. Repeat it to make one run per combination. --sweep_seeds
