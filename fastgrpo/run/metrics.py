@@ -26,26 +26,26 @@ METRICS = {
     "policy_loss": "the loss without its KL and entropy terms",
     "reward": "mean of the completions' total reward, the weighted sum over the reward functions",
     "reward_std": "standard deviation of the total reward within a group, averaged over the groups",
-    "rewards/{function}/mean": "mean of what one reward function gave, before it is weighted",
-    "rewards/{function}/std": "standard deviation of what one reward function gave, over the completions of the step",
+    "rewards/{function}/mean": "mean of one reward function, without its weight",
+    "rewards/{function}/std": "standard deviation of one reward function over the completions of the step",
     "rewards/{function}/errors": "number of completions on which one reward function failed, summed over the logged "
     "steps; with --reward_errors skip",
     "rewards/{function}/timeouts": "number of completions for which one reward function took longer than "
     "--reward_timeout, summed over the logged steps",
-    "accuracy": "share of completions to which the first reward function gave at least 1",
-    "frac_reward_zero_std": "share of groups whose advantages are all 0, which teach nothing",
+    "accuracy": "share of completions with at least 1 from the first reward function",
+    "frac_reward_zero_std": "share of groups whose advantages are all 0",
     "frac_informative": "share of groups with an advantage that is not 0",
     "dynamic_sampling/num_gen_batches": "batches of prompts that were drawn for one step, with --dynamic_sampling",
-    "dynamic_sampling/dropped_groups": "groups that were drawn and that the step did not train on",
-    "dynamic_sampling/filled_groups": "groups that teach nothing and were trained on nevertheless, because "
-    "dynamic_sampling batches were drawn",
-    "oversampling/aborted_groups": "groups that were started and aborted, with --oversampling_factor",
-    "oversampling/aborted_tokens": "completion tokens of aborted groups, which were drawn and thrown away",
+    "dynamic_sampling/dropped_groups": "drawn groups that the step did not train on",
+    "dynamic_sampling/filled_groups": "groups of equal rewards that the step trained on, after "
+    "dynamic_sampling batches",
+    "oversampling/aborted_groups": "aborted groups, with --oversampling_factor",
+    "oversampling/aborted_tokens": "drawn completion tokens of aborted groups",
     "advantage/mean": "mean of the advantages",
     "advantage/abs_mean": "mean magnitude of the advantages",
     "kl": "KL divergence to the reference, nats per active token: estimated, or exact with kl=full; absent at beta 0",
-    "ref/kl_error": "KL divergence (k3 estimate) from the exact reference to the quantized one that is used in its "
-    "place, nats per token; measured in the first step, with a quantized --ref_storage",
+    "ref/kl_error": "KL divergence (k3 estimate) from the exact to the quantized reference, nats per token; "
+    "measured in the first step, with a quantized --ref_storage",
     "entropy": "mean entropy of the policy at the active tokens, nats; measured in logged steps only",
     "ratio/mean": "mean over active tokens of the ratio of the policy's probability to the old policy's",
     "ratio/max": "largest ratio of the policy's probability to the old policy's",
@@ -64,18 +64,18 @@ METRICS = {
     "rollout/live_mean": "mean number of lanes (completions in flight) over the decoding steps of a rollout",
     "rollout/live_share": "rollout/live_mean as a share of the largest number of lanes: how full the device was kept",
     "rollout/logp_gap_max": "largest absolute difference of the sampler's and the trainer's log-prob of a token, nats",
-    "sampling/importance_sampling_ratio/min": "smallest importance weight of the policy against the distribution that "
-    "was drawn from, over active tokens, with --importance_sampling_mode",
-    "sampling/importance_sampling_ratio/mean": "mean importance weight over active tokens, as it was used",
+    "sampling/importance_sampling_ratio/min": "smallest importance weight of policy to sampler over active "
+    "tokens, with --importance_sampling_mode",
+    "sampling/importance_sampling_ratio/mean": "mean importance weight over active tokens, after truncation or mask",
     "sampling/importance_sampling_ratio/max": "largest importance weight over active tokens",
-    "sampling/sampling_logp_difference/mean": "mean absolute difference of the old policy's log-probs and those of the "
-    "distribution that was drawn from, nats",
+    "sampling/sampling_logp_difference/mean": "mean absolute difference of log-probs between old policy and "
+    "sampler, nats",
     "sampling/sampling_logp_difference/max": "largest such difference, nats",
     "rollout/logp_gap": "mean absolute difference of the sampler's and the trainer's log-probs of active tokens, nats",
     "head/kept_columns": "share of the vocabulary over which the head's backward pass runs, with "
     "--head_backward_tolerance",
-    "head/dropped_mass": "largest share of the probability beside its own that a token's gradient leaves out, with "
-    "--head_backward_tolerance; at most that",
+    "head/dropped_mass": "largest share of the probability besides the drawn token that the gradient of a token "
+    "drops, at most --head_backward_tolerance",
     "grad_norm": "norm of the gradient before clipping, averaged over the updates of a step that were not skipped",
     "entropy_coef": "coefficient of the entropy bonus after the last update, with --use_adaptive_entropy",
     "skipped_updates": "number of updates, summed over the logged steps, that left the weights unchanged because the "
@@ -83,7 +83,7 @@ METRICS = {
     "learning_rate": "learning rate of the last update",
     "num_tokens": "prompt and completion tokens, drawn or learned, since the start of the run, with those of dropped "
     "and aborted groups",
-    "curriculum/level": "index of the curriculum's level that prompts are drawn from",
+    "curriculum/level": "index of the current level of the curriculum",
     "step_time": "seconds of the whole step",
     "time/rollout": "seconds of generation",
     "time/reward": "seconds of the reward functions",
@@ -94,13 +94,12 @@ METRICS = {
     "time/optimizer": "seconds of gradient clipping and of the optimizer",
     "time/other": "seconds of the step that are in no other time/ metric",
     "mfu": "model FLOPs utilization: the update's FLOPs, divided by its seconds (forward to optimizer) and by the peak "
-    "FLOP/s of the GPU in 16 bits; absent where the peak is not known",
-    "memory/peak_gib": "largest GPU memory that torch had allocated during the step, on the GPU with the most, GiB; on "
-    "GPUs alone",
+    "FLOP/s of the GPU in 16 bits; absent if the peak is unknown",
+    "memory/peak_gib": "peak GPU memory of torch during the step, on the GPU with the most, GiB; only on GPUs",
     "tokens/s": "completion tokens, drawn or learned, per second of the whole step",
     "epoch": "passes over the training rows since the start of the run",
     "eval/loss": "mean negative log-likelihood of a token of held-out completions, nats; of supervised training",
-    "eval/accuracy": "share of held-out prompts whose greedy completion the first reward function gives at least 1",
+    "eval/accuracy": "share of held-out prompts whose greedy completion gets at least 1 from the first reward function",
     "eval/reward": "mean of the total reward of the greedy completions of held-out prompts",
     "eval/rewards/{function}/mean": "mean of one reward function over the greedy completions of held-out prompts",
     "eval/rewards/{function}/errors": "number of greedy completions on which one reward function failed, with "
