@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test real real-gsm8k real-bounded docs pages settings pictures launches report-picture comparison-picture test-slow mutants machine-code liger-tests \
+.PHONY: train test real real-gsm8k real-bounded docs pages settings pictures drawing launches report-picture comparison-picture test-slow mutants machine-code liger-tests \
   soak bench bench-gpu bench-gpu-engine first-gpu lint clean
 
 train: $(VENV)/.installed
@@ -91,8 +91,12 @@ settings: $(VENV)/.installed
 	$(BIN)/python tests/config/test_help.py > tests/config/help.txt
 
 # The pictures of the pages that explain; docs/pictures/ has them.
-pictures: $(VENV)/.installed
+pictures: drawing
 	$(BIN)/python docs/pictures/chunk.py
+
+# The drawing of docs/architecture.md, from the imports; a test compares it with the code.
+drawing: $(VENV)/.installed
+	$(BIN)/python docs/pictures/architecture.py
 
 # How many kernels a decode step launches, a layer and besides; a test compares the table with the code.
 launches: $(VENV)/.installed

@@ -98,8 +98,8 @@ def policy_loss_rows(logps: Tensor, old: Tensor | None, log_ratio: Tensor | None
         weights: [M], which carry the mask and the whole aggregation.
         importance: [M] importance weights against the sampler, or None for 1.
         phi: [M] VESPO's weights, or None.
-        surrogate: Name of the surrogate: clip, cispo, sapo or vespo.
-        kl: Name of the KL estimator: k1, k2, k3 or abs.
+        surrogate: Name of the surrogate, from `objectives.LOSS_TYPES`.
+        kl: Name of the KL estimator.
         correct_kl: Whether the KL is multiplied by the ratio.
         low: Lower bound of the clipped ratio.
         high: Upper bound of the clipped ratio.

@@ -4,21 +4,7 @@
 
 s_n is the surrogate of a token, w_n the weight that carries the whole aggregation, I_n the importance weight against
 the sampler (1 without `sampler_logps`), e_n = 1 / tokens of the step. A loss type is one surrogate and one aggregation:
-
-| loss_type | s_n                                    | w_n                  | source |
-|-----------|----------------------------------------|----------------------|--------|
-| grpo      | -min(r A, clip(r) A)                   | 1 / (S len_s)        | arXiv 2402.03300 eq. 3 |
-| bnpo      | as grpo                                | 1 / tokens here      | TRL `loss_type="bnpo"` |
-| dapo      | as grpo                                | 1 / tokens of step   | arXiv 2503.14476 eq. 8 |
-| dr_grpo   | as grpo                                | 1 / (S max_length)   | arXiv 2503.20783 eq. 2 |
-| luspo     | as grpo, sequence-level r              | 1 / S                | arXiv 2602.05261 |
-| cispo     | -sg(min(r, epsilon_high)) A logp       | 1 / tokens of step   | arXiv 2506.13585, 2510.13786 |
-| sapo      | -4/tau sigmoid(tau (r - 1)) A          | 1 / (S len_s)        | arXiv 2511.20347 |
-| vespo     | -sg(phi(W_s)) A logp                   | 1 / tokens of step   | arXiv 2602.10693 |
-
-GSPO (arXiv 2507.18071) is grpo with importance_sampling_level="sequence". docs/objectives.md explains every symbol, and
-where TRL, Liger and the papers differ. The table, the surrogates s_n and the divisors of the weights w_n are code in
-kernels/objectives.py.
+`LOSS_TYPES` in kernels/objectives.py, which has both as code. docs/objectives.md has their formulas and papers.
 """
 
 import math
@@ -94,7 +80,7 @@ class Objective:
     """The knobs of the loss, under TRL's names. They are validated on construction, by a ValueError.
 
     Attributes:
-        loss_type: Surrogate and aggregation, by their name in the table above.
+        loss_type: Surrogate and aggregation, a key of `LOSS_TYPES`.
         importance_sampling_level: Level of the ratio: "token", or "sequence" for the geometric mean over the sequence
             (GSPO, arXiv 2507.18071 eq. 7).
         epsilon: The ratio is clipped to at least 1 - epsilon.
@@ -247,7 +233,7 @@ class Objective:
         self, mask: torch.Tensor, cu_seqlens: torch.Tensor | None = None,
         num_items_in_batch: int | torch.Tensor | None = None, dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:  # fmt: skip
-        """Compute w_n of the table above.
+        """Compute w_n, the weight of each token.
 
         Args:
             mask: [N] bool, the tokens that count.

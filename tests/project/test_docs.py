@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import re
+import runpy
 from contextlib import suppress
 
 import pytest
@@ -14,6 +15,7 @@ from fastgrpo import chat, distill, doctor, evaluate, sft, train
 from fastgrpo import report as report_command
 from fastgrpo.config.page import from_trl, page
 from fastgrpo.config.settings import TrainConfig
+from fastgrpo.kernels.objectives import LOSS_TYPES
 
 README = ROOT / "README.md"
 MORE = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
@@ -113,6 +115,16 @@ def test_the_figures_of_the_readme_are_those_of_the_results():
         f"{trl_loss['ms_p50'] / my_loss['ms_p50']:.2f} times as fast", f"TRL {trl['trl'].rpartition('.')[0]}",
     )  # fmt: skip
     assert [figure for figure in figures if figure not in TEXTS[README]] == []
+
+
+def test_the_drawing_of_the_wings_equals_the_imports():
+    drawing = runpy.run_path(str(ROOT / "docs" / "pictures" / "architecture.py"))
+    assert drawing["draw"]() == drawing["PICTURE"].read_text(), "run `make drawing`"
+
+
+def test_the_table_of_objectives_has_every_loss_type():
+    table = TEXTS[ROOT / "docs" / "objectives.md"].split("## One table")[1].split("**")[0]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(LOSS_TYPES)
 
 
 def test_readme_has_at_most_750_words():

@@ -130,7 +130,7 @@ function tracesOf(state, run, metric, label, window, style) {
   if (!series || !series.value.length) return [];
   const x = along(run, series.at, state);
   const name = state.runs.length === 1 ? label : `${run.name}: ${label}`;
-  const common = { type: "scatter", hovertemplate: "%{y:.4~g}" };
+  const common = { type: "scatter", hovertemplate: "%{y:.4~g}", legendgroup: metric, showlegend: state.runs.length === 1 };
   if (isEvaluation(metric)) return [{ ...common, ...evaluationTrace(run, metric, series, x, name, style) }];
   const line = { color: style.color, width: 1.8, dash: style.dash };
   if (state.smooth === 1 || window === 1) return [{ ...common, x, y: series.value, name, mode: "lines", line }];
@@ -174,15 +174,18 @@ function entriesOf(panel) {
   ];
 }
 
-/** What plotly draws of a panel. */
+/** What plotly draws of a panel. Of several runs, the legend has a grey line for each metric: the runs have colors. */
 function make(panel, state) {
   const drawn = state.shown().flatMap((run) => entriesOf(panel).map((entry) => ({ run, ...entry })))
     .filter(({ run, metric }) => run.series[metric] && run.series[metric].value.length);
   const curves = drawn.flatMap(({ run, metric, label: named, order, dashed }) =>
     tracesOf(state, run, metric, named, panel.window, styleOf(state, run, order, dashed)));
+  const keys = state.runs.length === 1 ? [] : drawn.filter(({ metric }, at) => drawn.findIndex((one) => one.metric === metric) === at)
+    .map(({ run, metric, label: named, order, dashed }) => ({ type: "scatter", mode: "lines", x: [null], y: [null], name: named,
+      legendgroup: metric, line: { ...styleOf(state, run, order, dashed), color: theme().faint, width: 1.8 } }));
   const negative = drawn.some(({ run, metric }) => run.series[metric].value.some((value) => value < 0));
   const { traces: marks, shapes } = warningsOf(state);
-  return { traces: [...curves, ...marks],
+  return { traces: [...curves, ...keys, ...marks],
     layout: { xaxis: xaxis(state), shapes, showlegend: new Set(drawn.map(({ metric }) => metric)).size > 1,
       yaxis: { rangemode: negative ? "normal" : "nonnegative" },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true } } };
