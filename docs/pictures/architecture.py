@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs" / "pictures" / "architecture.svg"
 PATH = {  # each stage of the path, and the wing or module that does it
     "config": "config", "data": "data", "rollout": "rollout.engine", "rewards": "rewards.call",
-    "advantages": "loss.advantages", "batch": "policy.batch", "policy": "policy.model", "loss": "loss.losses",
+    "advantages": "loss.advantages", "batch": "policy.micro_batches", "policy": "policy.model", "loss": "loss.losses",
     "optimizer": "trainer.optim", "run folder": "run.folder",
 }  # fmt: skip
 WIDTH, BOX, HEIGHT, ROW, TOP = 1080, 110, 34, 74, 132
@@ -89,7 +89,7 @@ def _box(x, y, width, lines, on_path):
     fill = "#dbe7f6" if on_path else "#f4f4f4"
     out = [f'<rect x="{x:.0f}" y="{y}" width="{width}" height="{HEIGHT}" rx="4" fill="{fill}" stroke="#557"/>']
     for i, line in enumerate(lines):
-        at, style = (28, 'font-size="10"') if i else (15 if lines[1:] else 21, 'font-weight="bold"')
+        at, style = (28, 'font-size="9"') if i else (15 if lines[1:] else 21, 'font-weight="bold"')
         out.append(f'<text x="{x + width / 2:.0f}" y="{y + at}" text-anchor="middle" {style}>{line}</text>')
     return out
 

@@ -122,6 +122,18 @@ def test_the_drawing_of_the_wings_equals_the_imports():
     assert drawing["draw"]() == drawing["PICTURE"].read_text(), "run `make drawing`"
 
 
+def test_the_page_of_the_architecture_lists_every_module():
+    path, beside = TEXTS[ROOT / "docs" / "architecture.md"].split("## Beside the path")
+    listed = {wing: block for wing, block in re.findall(r"### (\w+)\n.*?```text\n(.*?)```", path, re.DOTALL)}
+    for folder in [ROOT / "kernels", *(wing.parent for wing in (ROOT / "fastgrpo").glob("*/__init__.py"))]:
+        modules = {file.stem for file in folder.glob("*.py")} - {"__init__"}
+        if folder.name in listed:
+            assert {line.split()[0] for line in listed[folder.name].splitlines()} == modules, folder.name
+        else:
+            (line,) = re.findall(rf"^{folder.name} .*", beside, re.MULTILINE)
+            assert modules <= set(re.findall(r"\w+", line)), folder.name
+
+
 def test_the_table_of_objectives_has_every_loss_type():
     table = TEXTS[ROOT / "docs" / "objectives.md"].split("## One table")[1].split("**")[0]
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(LOSS_TYPES)
