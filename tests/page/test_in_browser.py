@@ -96,7 +96,7 @@ def test_it_opens_from_disk_and_asks_for_nothing_else(page, report):
     assert "violates" in page.console()[0]
 
 
-def test_a_click_moves_between_steps_and_groups(page):
+def test_a_click_moves_between_steps_groups_and_runs(page):
     page.click("[aria-label='Next step']")
     assert where(page) == "Step 5, group 1 of 2" and cards(page)[1] == "answer 2 of 5.0"
     page.click("[aria-label='Next group']")
@@ -108,6 +108,11 @@ def test_a_click_moves_between_steps_and_groups(page):
     page.choose("#samples-step", 2)
     assert where(page) == "Step 40, group 1 of 2" and "sum 40.0" in page.text("#samples .prompt")
     assert page.run("return document.querySelector('.where').getAttribute('role')") == "status"
+    page.choose("#samples-run", 1)  # which is at the nearest step, and has no numbers of tokens
+    assert where(page) == "Step 30, group 1 of 1" and cards(page) == ["old 30"]
+    assert page.all("#samples-color option") == ["nothing"]
+    page.choose("#samples-run", 0)
+    assert page.all("#samples-color option") == ["nothing", "log-prob", "ratio", "clipped or not"]
 
 
 def test_tab_reaches_every_control_and_shows_where_it_is(page):
@@ -225,15 +230,6 @@ def test_a_long_text_costs_what_is_shown_of_it(page):
     assert page.all(".completion:nth-child(4) > button") == []
 
 
-def test_another_run_is_at_the_same_step_and_has_its_own_colors(page):
-    go(page, 40)
-    page.choose("#samples-run", 1)
-    assert where(page) == "Step 30, group 1 of 1" and cards(page) == ["old 30"]
-    assert page.all("#samples-color option") == ["nothing"]
-    page.choose("#samples-run", 0)
-    assert page.all("#samples-color option") == ["nothing", "log-prob", "ratio", "clipped or not"]
-
-
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_every_text_can_be_read(page, dark):
     page.look(dark=dark)
@@ -271,12 +267,6 @@ def test_the_settings_that_differ_are_found(page):
     assert [name.partition(" ")[0] for name in page.all(names)] == ["seed"]
 
 
-def test_an_element_leaves_out_what_is_not_there(page):
-    made = """return fastgrpo.element("p", { id: "a", title: undefined, lang: null, hidden: true, dir: false },
-      "<b>", null, fastgrpo.element("i")).outerHTML"""
-    assert page.run(made) == '<p id="a" hidden="">&lt;b&gt;<i></i></p>'
-
-
 def test_the_moving_average_of_a_thinned_curve_is_that_of_the_curve(page):
     """It begins with the first value. Later, only the oldest stretch of a window counts by its mean."""
     values = [0.0, 8.0, *(float(random.Random(step).random() + step / 500) for step in range(4_998))]
@@ -309,10 +299,3 @@ def test_ten_thousand_steps_are_few_points_and_nodes(chromium, tmp_path):  # noq
         chromium.run("return document.querySelector('#samples-step').lastChild.text") == "9901"
         and chromium.console() == []
     )
-
-
-def test_a_run_without_samples_says_so(chromium, tmp_path):  # noqa: F811
-    run = write_run(tmp_path / "run", [])
-    (run / "samples.jsonl").unlink()
-    chromium.open(write_report(tmp_path / "report.html", run))
-    assert "The run has no samples.jsonl." in chromium.text("#samples") and chromium.console() == []

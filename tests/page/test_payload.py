@@ -1,25 +1,164 @@
-"""What the page gets to show is what the folders of the runs hold, thinned where they hold much."""
+"""What the page gets to show is what the folders of the runs hold, and no text of it is read as HTML."""
 
+import base64
+import hashlib
 import json
+import random
+import re
 
+import pytest
 from page_runs import sample, write_run
 
-from fastgrpo.page.payload import FEWEST, POINTS, WARNINGS, payload, text_of
-from fastgrpo.page.reading import read_run
-from fastgrpo.page.render import render
+from fastgrpo.page.payload import (
+    FEWEST,
+    POINTS,
+    WARNINGS,
+    about,
+    cumulative_seconds,
+    duration,
+    headline,
+    kept_of,
+    number,
+    payload,
+    stretches_of,
+    text_of,
+)
+from fastgrpo.page.reading import find_runs, json_lines, names_of, read_run
+from fastgrpo.page.render import SCRIPTS, asset, policy, render
 from fastgrpo.run.curves import PANELS, Panel
+from fastgrpo.run.folder import note
 
 
 def shown(*folders):
     return payload([read_run(folder, folder.name) for folder in folders], PANELS)
 
 
+def figures(run):
+    return {row["label"]: (row["value"], row["detail"]) for row in headline(run)}
+
+
+# The folder of a run: whole, going on, stopped in the middle of a line, or with little in it.
+def test_a_finished_run_is_read(tmp_path):
+    told = [{"step": 3, "text": "the entropy collapses"}, {"step": "x", "text": "no step"}, {"step": 2}]
+    folder = write_run(tmp_path / "a", summary={"steps": 4}, warnings=told)
+    (folder / "checkpoint-4").mkdir()
+    (folder / "checkpoint-4" / "README.md").write_text(
+        "# A\n\n## Versions\n\n- torch: 2.9\n- fastgrpo: 0.1\n\n## Z\n- b\n"
+    )
+    (folder / "checkpoint-5").mkdir()  # which a stop left without a card
+    run = read_run(folder, "a")
+    assert run.finished and run.last_step == 4 and run.versions == ["torch 2.9", "fastgrpo 0.1"]
+    assert run.warnings == told[:1] and run.config["task"] == "arithmetic"
+    assert run.series["reward"] == ([1, 2, 3, 4], [0.125, 0.25, 0.375, 0.5])
+    # a run that goes on after its end is not finished
+    assert not read_run(write_run(tmp_path / "b", summary={"steps": 3}), "b").finished
+
+
+def test_half_lines_and_damaged_files_stop_nothing(tmp_path):
+    folder, said = write_run(tmp_path / "a"), []
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "rewa')
+    (folder / "config.json").write_text('{"task": "ar')
+    (folder / "summary.json").write_text("[1]")
+    (folder / "warnings.jsonl").write_bytes(b'\xff\n{"step": 1, "text": "kept"}\n{"step": 2, "te')
+    run = read_run(folder, "a", said.append)
+    assert run.last_step == 4 and run.config == run.summary == {} and not run.finished
+    assert run.warnings == [{"step": 1, "text": "kept"}] and len(said) == 1
+    assert list(json_lines(folder / "missing.jsonl")) == []
+
+
+def test_folders_become_runs_with_names_that_differ(tmp_path):
+    """The folder of a sweep stands for its runs."""
+    for name in ("sweep", "other"):
+        for run in ("b", "a"):
+            write_run(tmp_path / name / run)
+        note(tmp_path / name, "sweep.csv")
+    found = find_runs([tmp_path / "sweep", tmp_path / "other", tmp_path / "sweep" / "a"])
+    names = ["sweep/a", "sweep/b", "other/a", "other/b"]
+    assert found == [tmp_path / name for name in names] and names_of(found) == names
+    folders = [tmp_path / "x" / "deep" / "run", tmp_path / "y" / "deep" / "run", tmp_path / "other"]
+    assert names_of(folders) == ["x/deep/run", "y/deep/run", "other"]
+    write_run(tmp_path / "runs" / "c")
+    for folder, remedy in (("missing", "has no metrics.jsonl"), ("runs", "name those to show, such as .*runs/c")):
+        with pytest.raises(ValueError, match=f"{folder} is not the folder of a run.*{remedy}"):
+            find_runs([tmp_path / folder])
+
+
+# The figures at the top.
+def test_the_figures_of_a_finished_run(tmp_path):
+    summary = {"steps": 4, "num_tokens": 1_234_000, "wall_seconds": 3_905.2, "peak_memory_gib": 1.256}
+    folder = write_run(tmp_path, summary=summary, evaluated=[(0, 0.3), (2, 0.9), (4, 0.5)])
+    assert figures(read_run(folder, "a")) == {
+        "Held-out accuracy": ("0.300 → 0.500", "95%: 0.200 to 0.400 → 0.400 to 0.600"),
+        "Reward in training": ("0.125 → 0.500", "first and last logged step"),
+        "Steps": ("4", "finished"),
+        "Tokens": ("1.23 million", "prompts and completions"),
+        "Time": ("1 h 5 min", "2 s of it in steps, 0.5 s a step"),
+        "Peak memory": ("1.26 GiB", ""),
+    }
+
+
+def test_the_figures_of_a_run_that_goes_on(tmp_path):
+    config = {"max_steps": 100, "loss_type": "dapo", "model_name_or_path": None, "reward_funcs": ["a", "b"], "seed": 0}
+    folder = write_run(tmp_path, config=config, evaluated=[(2, 0.5)], **{"memory/peak_gib": lambda step: step / 2})
+    run = read_run(folder, "a")
+    found = figures(run)
+    assert found["Held-out accuracy"] == ("0.500", "at step 2 95%: 0.400 to 0.600")
+    assert found["Steps"][0] == "4" and found["Steps"][1].startswith("of 100; not finished")
+    assert found["Time"] == ("2 s", "in steps, 0.5 s a step") and found["Peak memory"] == ("2 GiB", "")
+    assert {row["label"]: row["value"] for row in about(run)} == {
+        "task": "arithmetic", "model": "the task's own small model", "training": "GRPO with the loss dapo",
+        "rewards": "a, b", "seed": "0",
+    }  # fmt: skip
+
+
+def test_odd_values_leave_their_figure_out(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    run = read_run(tmp_path, "a")
+    assert figures(run).keys() == {"Steps"} and about(run) == [] and (run.series, run.last_step) == ({}, 0)
+    config = {"reward_funcs": 3, "device": "auto", "dtype": "float32"}
+    folder = write_run(
+        tmp_path, config=config, summary={"steps": 4, "wall_seconds": float("nan")}, step_time=lambda step: 1e308
+    )
+    run = read_run(folder, "a")
+    assert "Time" not in figures(run)
+    assert {row["label"]: row["value"] for row in about(run)}["device"] == "float32"
+
+
+def test_numbers_and_settings_as_text(tmp_path):
+    values = (0, 0.5, -12.3456, 123456, 1e-5)
+    assert [number(value) for value in values] == ["0.000", "0.500", "-12.346", "1.23e+05", "1e-05"]
+    assert [duration(value) for value in (1.234, 75, 7322)] == ["1.23 s", "1 min 15 s", "2 h 2 min"]
+    assert [text_of(value) for value in ("a", None, True, 1e-05, ["ü"])] == ["a", "null", "true", "1e-05", '["ü"]']
+    (tmp_path / "metrics.jsonl").write_text('{"step": 5, "step_time": 2.0}\n{"step": 8, "step_time": 1.0}\n')
+    assert cumulative_seconds(read_run(tmp_path, "a")) == {5: 10.0, 8: 13.0}  # a line averages all of its steps
+
+
+# Curves.
+def test_a_long_curve_keeps_its_spikes_and_its_ends():
+    values = [random.Random(step).random() for step in range(10_001)]
+    values[6_543], values[6_544] = 1000.0, -1000.0
+    kept = kept_of(values)
+    assert len(kept) <= POINTS and kept == sorted(set(kept)) and {0, 6_543, 6_544, 10_000} <= set(kept)
+    assert kept_of([0.5] * POINTS) == list(range(POINTS))  # a short one stays whole
+
+
+def test_the_mean_of_a_stretch_goes_along_with_its_points():
+    """Most values are 0 and every tenth is 1: the kept points would average to a half."""
+    values = [float(step % 10 == 0) for step in range(10_000)]
+    kept = kept_of(values, 402)
+    means, lines = stretches_of(values, kept)
+    assert len(means) == len(lines) == len(kept) <= 402 and sum(lines) == 10_000
+    assert sum(values[place] for place in kept) / len(kept) > 0.45
+    assert sum(mean * count for mean, count in zip(means, lines, strict=True)) == pytest.approx(1_000)
+    assert stretches_of([1.0, 3.0, 10.0, 30.0], [0, 1, 3]) == ([1.0, 3.0, 20.0], [1, 1, 2])
+
+
 def test_a_run_with_its_curves_and_settings(tmp_path):
-    rows = [sample(1, 0.0), sample(1, 1.0)]
     warnings = [{"step": 3, "text": "<b>"}]
     folder = write_run(
-        tmp_path / "a", summary={"steps": 4}, samples=rows, warnings=warnings, evaluated=[(0, 0.3), (4, 0.5)],
-        config={"beta": 0.1, "model_name_or_path": None, "report_to": ["none"]},
+        tmp_path / "a", summary={"steps": 4}, samples=[sample(1, 0.0), sample(1, 1.0)], warnings=warnings,
+        evaluated=[(0, 0.3), (4, 0.5)], config={"beta": 0.1, "model_name_or_path": None, "report_to": ["none"]},
     )  # fmt: skip
     page = shown(folder)
     (run,) = page["runs"]
@@ -28,27 +167,27 @@ def test_a_run_with_its_curves_and_settings(tmp_path):
     assert run["series"]["reward"] == {"at": [1, 2, 3, 4], "value": [0.125, 0.25, 0.375, 0.5]}
     assert run["series"]["eval/accuracy"] == {"at": [0, 4], "value": [0.3, 0.5]} and run["note"] == ""
     assert run["warnings"] == warnings and run["finished"] and run["rewards"]["counts"] == [[1, 1]]
-    assert run["settings"]["beta"] == "0.1" and run["settings"]["task"] == "arithmetic"
-    assert run["settings"]["model_name_or_path"] == "null" and run["settings"]["report_to"] == '["none"]'
-    assert run["samples"]["steps"][0]["step"] == 1
+    settings = {"beta": "0.1", "task": "arithmetic", "model_name_or_path": "null", "report_to": '["none"]'}
+    assert settings.items() <= run["settings"].items() and run["samples"]["steps"][0]["step"] == 1
 
 
 def test_a_long_run_is_thinned_and_says_so(tmp_path):
-    spike = {"grad_norm": lambda step: 1000.0 if step == 6_543 else 1.0 + step % 3}
+    spike = {"grad_norm": lambda step: 1000.0 if step == 2_543 else 1.0 + step % 3}
     stages = {f"time/{name}": lambda step: 0.25 for name in ("rollout", "loss")}
-    (run,) = shown(write_run(tmp_path / "a", 10_000, **spike, **stages))["runs"]
+    warnings = [{"step": step, "text": "again"} for step in range(WARNINGS + 7)]
+    (run,) = shown(write_run(tmp_path / "a", 4_000, warnings=warnings, **spike, **stages))["runs"]
     curve = run["series"]["grad_norm"]
     assert len(curve["at"]) <= POINTS and len(curve["mean"]) == len(curve["lines"]) == len(curve["at"])
-    assert sum(curve["lines"]) == 10_000
-    assert run["axes"]["step"][curve["at"][curve["value"].index(1000.0)]] == 6_543
+    assert sum(curve["lines"]) == 4_000
+    assert run["axes"]["step"][curve["at"][curve["value"].index(1000.0)]] == 2_543
     assert run["series"]["time/rollout"]["at"] == run["series"]["time/loss"]["at"]  # else they cannot be stacked
-    assert run["axes"]["step"][-1] == 10_000 and run["axes"]["seconds"][-1] == 5_000
+    assert run["axes"]["step"][-1] == 4_000 and run["axes"]["seconds"][-1] == 2_000
     assert "at most 2,000 points" in run["note"]
+    assert len(run["warnings"]) == WARNINGS + 1 and run["warnings"][-1]["text"].startswith("7 more warnings")
 
 
 def test_many_runs_share_the_room_of_a_page(tmp_path):
-    folder = write_run(tmp_path / "a", 1_000)
-    page = payload([read_run(folder, "a")] * 20, PANELS)
+    page = payload([read_run(write_run(tmp_path / "a", 1_000), "a")] * 20, PANELS)
     assert page["title"] == "20 runs" and len({run["color"] for run in page["runs"]}) == 10
     assert all(len(run["series"]["reward"]["at"]) <= FEWEST for run in page["runs"])
 
@@ -62,43 +201,59 @@ def test_every_page_shows_lengths_and_spread(tmp_path):
 
 
 def test_supervised_runs_and_runs_without_a_line_have_no_rewards(tmp_path):
-    sft = write_run(tmp_path / "sft", config={"command": "sft"})
+    sft, empty = write_run(tmp_path / "sft", config={"command": "sft"}), write_run(tmp_path / "empty", 0)
     (sft / "samples.jsonl").touch()
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    (empty / "metrics.jsonl").touch()
     for run in shown(sft, empty)["runs"]:
         assert run["rewards"] is None and run["samples"]["steps"] == []
     assert shown(empty)["runs"][0]["axes"] == {"step": [], "tokens": [], "seconds": []}
 
 
-def test_warnings_without_end_are_cut_and_counted(tmp_path):
-    warnings = [{"step": step, "text": "again"} for step in range(WARNINGS + 7)]
-    (run,) = shown(write_run(tmp_path / "a", warnings=warnings))["runs"]
-    assert len(run["warnings"]) == WARNINGS + 1
-    assert run["warnings"][-1] == {"step": WARNINGS + 6, "text": "7 more warnings are in warnings.jsonl"}
+# The page: nothing of a run is read as HTML, and nothing is loaded from elsewhere.
+TEXTS = ["</script><script>alert(1)</script>", "<!--<script>", "]]>", "&lt;", "\u2028", "@@styles@@", "@@policy@@",
+         "@@scripts@@", "\\u003c", "a\u2028b\\ud800"]  # fmt: skip
 
 
-def test_a_page_of_500_steps_with_large_samples_stays_below_15_mb(tmp_path):
-    text = "a rather long completion of a model that thinks aloud " * 20
-    rows = [sample(step, i % 2, i // 8, f"{text}{step} {i}") for step in range(1, 501) for i in range(16)]
-    metrics = {f"metric/{i}": lambda step, i=i: (step * 0.7310585 + i) % 1 for i in range(60)}
-    page = render(shown(write_run(tmp_path / "a", 500, samples=rows, **metrics)))
-    assert 5_000_000 < len(page.encode()) < 15_000_000
-
-
-def test_nothing_of_a_run_is_read_as_html(tmp_path):
-    bad = "</script><script>alert(1)</script>"
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
     folder = write_run(
-        tmp_path / "a", config={"run_name": bad}, samples=[sample(1, 1.0, completion=bad)],
-        warnings=[{"step": 1, "text": bad}],
+        tmp_path_factory.mktemp("a"), config={"run_name": TEXTS[0]}, warnings=[{"step": 1, "text": "a\ud800b"}],
+        samples=[sample(step, 1.0, completion=text) for step, text in enumerate(TEXTS, 1)],
     )  # fmt: skip
-    page = render(shown(folder))
-    assert bad not in page and "alert(1)" in page
-    inside = page.split('type="application/json">')[1].split("</script>")[0]
-    found = json.loads(inside)
-    assert found["runs"][0]["warnings"][0]["text"] == found["runs"][0]["settings"]["run_name"] == bad
+    return render(shown(folder) | {"texts": TEXTS})
 
 
-def test_settings_are_written_as_text():
-    assert [text_of(value) for value in ("a", None, True, 1e-05, ["ü"])] == ["a", "null", "true", "1e-05", '["ü"]']
+def test_texts_come_back_and_hold_nothing_that_html_reads(page):
+    [held] = re.findall(r'<script id="payload" type="application/json">(.*?)</script>', page, re.DOTALL)
+    found = json.loads(held)
+    assert found["texts"] == TEXTS and found["runs"][0]["settings"]["run_name"] == TEXTS[0]
+    assert not re.search("[<>&\u2028]", held) and page.encode("utf-8")
+    assert all(asset(name).strip() in page for name in ("style.css", *SCRIPTS))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        render({"title": float("nan")})
+
+
+def test_only_the_scripts_of_the_page_may_run(page):
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert len(scripts) == 2 and len(scripts[0]) > 1_000_000 and asset("samples.js") in scripts[1]
+    for script in scripts:
+        code = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"'sha256-{code}'" in policy(page)
+    assert f'content="{policy(page)}"' in page and "unsafe-eval" not in policy(page)
+    assert policy(page).startswith("default-src 'none'; script-src 'sha256-")
+
+
+def test_nothing_is_loaded_from_elsewhere_and_no_data_becomes_html():
+    """plotly's bundle holds addresses of its own, so the files that are written here are looked at, not the page."""
+    for name in ("style.css", *SCRIPTS, "page.html"):
+        text = asset(name)
+        addresses = set(re.findall(r"https?://[^\s\"'`]+", text)) - {"http://www.w3.org/2000/svg"}  # a name of XML
+        assert not addresses and not re.search(r"url\(|@import", text), name
+        written = re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text)
+        assert not written, name
+
+
+def test_a_page_with_large_samples_stays_below_15_mb(tmp_path):
+    text = "a rather long completion of a model that thinks aloud " * 60
+    rows = [sample(step, i % 2, i // 8, f"{text}{step} {i}") for step in range(1, 301) for i in range(16)]
+    page = render(shown(write_run(tmp_path / "a", 300, samples=rows)))
+    assert 5_000_000 < len(page.encode()) < 15_000_000

@@ -1,32 +1,24 @@
-"""The samples of a page fit into their number of bytes, say what was left out, and are what the file holds."""
+"""The samples of a page fit into their number of bytes, say what was left out, and are what samples.jsonl holds."""
 
+import io
 import itertools
 import json
+import tracemalloc
 
 import pytest
+from page_runs import sample
 
 from fastgrpo.page.render import ESCAPES
-from fastgrpo.page.samples import Plan, read_samples
-
-
-def samples_of(folder, budget):
-    return read_samples(folder, budget)[0]
-
+from fastgrpo.page.samples import BINS, COLUMNS, Block, Plan, SampleFile, read_samples
 
 ALL = "All samples in samples.jsonl are in this page."
-
-
-def row(step=1, group=0, completion="so 4", **more):
-    known = {
-        "step": step, "group": group, "prompt": "2+2=", "completion": completion, "rewards": {"correctness": 1.0},
-        "advantage": 0.5, "finish_reason": "stop", "tokens": 3, "clipped": 0.0,
-    }  # fmt: skip
-    return known | more
-
-
 TOKENS = {
     "token_ends": [2, 4, 4], "logps": [-0.12345, -1.0, 0.0], "ratios": [1.0, 1.25, 0.9999], "clipped_tokens": [1],
 }  # fmt: skip
+
+
+def row(step=1, group=0, completion="so 4", **more):
+    return sample(step, 1.0, group, completion, **{"tokens": 3, **more})
 
 
 def written(folder, *rows):
@@ -34,12 +26,12 @@ def written(folder, *rows):
     return folder
 
 
-def only(samples):
-    """The one completion of the samples."""
-    [step] = samples["steps"]
-    [group] = step["groups"]
-    [completion] = group["completions"]
-    return completion
+def samples_of(folder, budget=10_000):
+    return read_samples(folder, budget)[0]
+
+
+def histogram(folder, weights=()):
+    return read_samples(folder, 1_000_000, weights)[1]
 
 
 def size(samples):
@@ -49,46 +41,37 @@ def size(samples):
 
 
 def test_the_page_holds_what_the_file_holds(tmp_path):
-    samples = samples_of(written(tmp_path, row(**TOKENS, solution="4"), row(), row(step=9, group=2)), 10_000)
-    assert samples["note"] == ALL
+    samples = samples_of(written(tmp_path, row(**TOKENS, solution="4"), row(), row(step=9, group=2)))
     completion = {
         "text": "so 4", "rewards": {"correctness": 1.0}, "advantage": 0.5, "finish_reason": "stop", "tokens": 3,
         "clipped": 0.0, "extras": {"solution": "4"}, "token_ends": [2, 4, 4], "logps": [-0.1235, -1, 0],
         "ratios": [1, 1.25, 0.9999], "clipped_tokens": [1],
     }  # fmt: skip
     older = completion | {"extras": {}} | dict.fromkeys(TOKENS)
-    assert samples["steps"] == [
+    assert samples == {"note": ALL, "steps": [
         {"step": 1, "groups": [{"group": 0, "prompt": "2+2=", "completions": [completion, older]}]},
         {"step": 9, "groups": [{"group": 2, "prompt": "2+2=", "completions": [older]}]},
-    ]
+    ]}  # fmt: skip
 
 
 def test_a_run_without_samples(tmp_path):
-    assert samples_of(tmp_path, 1000) == {"note": "The run has no samples.jsonl.", "steps": []}
-    assert samples_of(written(tmp_path), 1000) == {"note": "samples.jsonl holds no samples yet.", "steps": []}
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "samples.jsonl").mkdir()
-    assert samples_of(tmp_path / "other", 1000)["note"] == "samples.jsonl cannot be read: Is a directory."
+    assert samples_of(tmp_path) == {"note": "The run has no samples.jsonl.", "steps": []}
+    assert histogram(tmp_path) is None
+    assert samples_of(written(tmp_path)) == {"note": "samples.jsonl holds no samples yet.", "steps": []}
+    (tmp_path / "other" / "samples.jsonl").mkdir(parents=True)
+    assert samples_of(tmp_path / "other")["note"].startswith("samples.jsonl cannot be read")
 
 
 def test_conversations(tmp_path):
-    prompt = [
-        {"role": "user", "content": "2+2?"},
-        {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]},
-        {"role": "tool", "content": "4"},
-        "a text",
-    ]
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    prompt = [{"role": "user", "content": "2+2?"}, calls, {"role": "tool", "content": "4"}, "a text"]
     answer = [{"role": "assistant", "content": "so 4"}]
     turns = [*answer, {"role": "tool", "content": [1]}]
-    samples = samples_of(
-        written(tmp_path, row(prompt=prompt, completion=answer, **TOKENS), row(completion=turns, **TOKENS)), 10_000
-    )
-    [group] = samples["steps"][0]["groups"]
-    assert group["prompt"] == [
-        {"role": "user", "content": "2+2?"},
-        {"role": "assistant", "content": '\n{"tool_calls": [{"name": "add"}]}'},
-        {"role": "tool", "content": "4"},
-        {"role": "", "content": "a text"},
+    rows = row(prompt=prompt, completion=answer, **TOKENS), row(completion=turns, **TOKENS)
+    [group] = samples_of(written(tmp_path, *rows))["steps"][0]["groups"]
+    contents = ["2+2?", '\n{"tool_calls": [{"name": "add"}]}', "4", "a text"]
+    assert [(turn["role"], turn["content"]) for turn in group["prompt"]] == [
+        *zip(("user", "assistant", "tool", ""), contents, strict=True)
     ]
     one, several = group["completions"]
     assert one["text"] == "so 4" and one["token_ends"] == [2, 4, 4]
@@ -114,17 +97,16 @@ def test_conversations(tmp_path):
     ],
 )
 def test_values_that_are_not_what_they_should_be(tmp_path, given, kept):
-    samples = samples_of(written(tmp_path, row(**given)), 10_000)
-    completion = only(samples)
+    samples = samples_of(written(tmp_path, row(**given)))
+    [completion] = samples["steps"][0]["groups"][0]["completions"]
     assert {name: completion[name] for name in kept} == kept
     assert size(samples)  # neither JSON nor UTF-8 refuses them
 
 
 def test_what_is_wrong_with_the_file_is_told(tmp_path):
-    lines = [row(step=1), row(step=2), row(step=3), row(step=2)]
-    text = "".join(json.dumps(values) + "\n" for values in lines) + '{"step": 2, "group": 0, "x: }\n???\n{"step": 3'
-    (tmp_path / "samples.jsonl").write_text(text)
-    samples = samples_of(tmp_path, 10_000)
+    lines = "".join(json.dumps(row(step=step)) + "\n" for step in (1, 2, 3, 2))
+    (tmp_path / "samples.jsonl").write_text(lines + '{"step": 2, "group": 0, "x: }\n???\n{"step": 3')
+    samples = samples_of(tmp_path)
     assert [step["step"] for step in samples["steps"]] == [1, 2]
     assert samples["note"] == (
         f"{ALL} 2 damaged lines are left out. The last line is not whole yet and is left out. "
@@ -132,75 +114,159 @@ def test_what_is_wrong_with_the_file_is_told(tmp_path):
     )
 
 
-def many(steps=40, groups=8, size=2, text="a <b> & c " * 20):
+def many(text="a <b> & c " * 20):
     details = {"token_ends": list(range(1, 101)), "logps": [-0.12345] * 100, "ratios": [1.2345] * 100}
-    return [
-        row(step, group, f"{text} {step} {group}", **details)
-        for step in range(1, steps + 1) for group in range(groups) for _ in range(size)
-    ]  # fmt: skip
+    places = itertools.product(range(1, 41), range(8), range(2))
+    return [row(step, group, f"{text} {step} {group}", **details) for step, group, _ in places]
 
 
 def test_steps_go_first_and_evenly_then_groups_then_numbers_then_texts(tmp_path):
     """Each budget is a part of the last one; what was kept is as large as may be, and no larger."""
     written(tmp_path, *many())
     seen = []
-    for budget in (5_000_000, 1_000_000, 150_000, 70_000, 60_000, 20_000, 5_000, 500):
+    for budget in (5_000_000, 1_000_000, 150_000, 70_000, 60_000, 5_000, 500):
         samples = samples_of(tmp_path, budget)
         assert size(samples) <= budget
         steps = [step["step"] for step in samples["steps"]]
         if not steps:
-            seen.append((0, 0, None, 0))
+            seen.append((0, 0, None))
             continue
-        assert steps[0] == 1 and steps[-1] == 40 and steps == sorted(set(steps))
         gaps = [b - a for a, b in itertools.pairwise(steps)]
-        assert max(gaps) - min(gaps) <= 1
+        assert (steps[0], steps[-1]) == (1, 40) and min(gaps) > 0 and max(gaps) - min(gaps) <= 1
         groups = samples["steps"][0]["groups"]
         assert groups[0]["group"] == 0 and (len(groups) == 1 or groups[-1]["group"] == 7)
         first = groups[0]["completions"][0]
-        seen.append((len(steps), len(groups), first["logps"] and first["logps"][0], len(first["text"]) < 200))
-    assert seen[0] == (40, 8, -0.1235, False)
-    assert 12 < seen[1][0] < 40 and seen[1][1:] == (8, -0.1235, False)
-    assert seen[2] == (12, 2, -0.1235, False)
-    assert seen[3] == (12, 1, -0.1235, False)
-    assert seen[4] == (12, 1, None, False)
-    assert seen[5] == (12, 1, None, False)
-    assert seen[6][0] < 12 and seen[6][1:3] == (1, None)
-    assert seen[7] == (0, 0, None, 0)
+        seen.append((len(steps), len(groups), first["logps"] and first["logps"][0]))
+    assert seen[0] == (40, 8, -0.1235) and 12 < seen[1][0] < 40 and seen[1][1:] == (8, -0.1235)
+    assert seen[2:5] == [(12, 2, -0.1235), (12, 1, -0.1235), (12, 1, None)]
+    assert seen[5][0] < 12 and seen[5][1:] == (1, None) and seen[6] == (0, 0, None)
 
 
 def test_the_note_names_everything_that_is_missing(tmp_path):
-    written(tmp_path, *many(text="x" * 3000))
-    samples = samples_of(tmp_path, 20_000)
-    assert samples["note"] == (
-        "Samples may take up 20,000 bytes of this page, so it holds 12 of the 40 steps in samples.jsonl, evenly "
-        "spread, at most 1 of the up to 8 groups of a step, no numbers of single tokens, and the first 500 characters "
-        "of a text. "
-        "The file has the rest."
-    )
+    samples = samples_of(written(tmp_path, *many(text="x" * 3000)), 20_000)
+    for part in ("20,000 bytes", "12 of the 40 steps", "1 of the up to 8 groups", "no numbers of single tokens",
+                 "first 500 characters"):  # fmt: skip
+        assert part in samples["note"]
     text = samples["steps"][0]["groups"][0]["completions"][0]["text"]
     assert text == "x" * 500 + " […2,504 more characters are not in this page]"
     none = samples_of(tmp_path, 100)
-    assert none == {"note": "No sample fits into the 100 bytes that samples may take up in the page.", "steps": []}
-
-
-def test_plans_end():
-    """However little fits in, the plans become smaller until there is none."""
+    assert none["steps"] == [] and "No sample fits into the 100 bytes" in none["note"]
     plan, count = Plan(steps=10_000, groups=64), 0
-    while plan:
+    while plan:  # however little fits in, plans become smaller until there is none
         before, plan, count = plan, plan.smaller(fitted=0), count + 1
         assert plan != before
     assert count < 30
 
 
-def test_a_large_file_is_not_held(tmp_path, monkeypatch):
-    """No more is read into memory than a group at a time: the file is larger than what may be allocated."""
-    import tracemalloc
-
+def test_a_large_file_is_not_held_in_memory(tmp_path):
+    """No more is read than a group at a time: the file is larger than what may be allocated."""
     with open(tmp_path / "samples.jsonl", "w") as file:
-        for step in range(400):
+        for step in range(200):
             file.write(json.dumps(row(step, 0, "x" * 100_000)) + "\n")
     tracemalloc.start()
     samples = samples_of(tmp_path, 2_000_000)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert 12 <= len(samples["steps"]) < 20 and most < 10_000_000 < (tmp_path / "samples.jsonl").stat().st_size
+
+
+# The file is gone through once.
+def line(step, group, text="x"):
+    return json.dumps({"step": step, "group": group, "completion": text}).encode() + b"\n"
+
+
+def opened(*lines):
+    return SampleFile(io.BytesIO(b"".join(lines)))
+
+
+def texts(file, step):
+    return [[row["completion"] for row in file.read(step, block)] for block in file.steps[step]]
+
+
+def test_groups_are_found_where_they_lie():
+    file = opened(line(1, 0, "a"), line(1, 0, "b"), line(1, 3, "c"), line(20, 0, "d").rstrip())
+    assert file.steps[1] == [Block(0, 0, 2), Block(3, 2 * len(line(1, 0)), 1)]
+    assert texts(file, 1) == [["a", "b"], ["c"]] and texts(file, 20) == [["d"]]
+    assert (file.damaged, file.half, file.replaced) == (0, False, set())
+    assert texts(opened(b"\n", b'{"completion": "}", "group": 0 , "step": 7}\n', b" \n"), 7) == [["}"]]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"\0" * 50, b"[1]", b"{}", b'{"step": 1}', b'{"step": 1, "group": -1}', b'{"step": true, "group": 0}',
+        b'{"step": 1, "group": 0, "completion": "x', b'{"a":' * 9999 + b"}",
+        b'{"step": ' + b"1" * 5000 + b', "group": 0}',
+    ],
+)  # fmt: skip
+def test_damaged_lines_are_counted(damaged):
+    file = opened(line(1, 0, "a"), damaged + b"\n", line(1, 0, "b"))
+    # The place of a group begins with its first line and goes on over lines that are none.
+    assert file.damaged == 1 and file.steps[1][0].count == 2 and texts(file, 1)[0][0] == "a"
+    assert opened(line(1, 0, "a"), damaged + b"\n").damaged == 1
+
+
+@pytest.mark.parametrize("half", [b'{"st', b'{"step": 2, "group": 0, "completion": "so f', b"\xe2\x82"])
+def test_half_a_last_line_is_a_run_that_writes(half):
+    file = opened(line(1, 0), half)
+    assert (file.half, file.damaged, list(file.steps)) == (True, 0, [1])
+
+
+def test_steps_after_a_resume_replace_what_was_written_from_there_on():
+    first = [line(step, 0, f"old {step}") for step in (1, 2, 3, 4)]
+    file = opened(*first, line(2, 0, "new 2"), line(3, 0, "new 3"))
+    assert list(file.steps) == [1, 2, 3] and file.replaced == {2, 3, 4}
+    assert [texts(file, step) for step in file.steps] == [[["old 1"]], [["new 2"]], [["new 3"]]]
+    file = opened(line(5, 0, "old"), line(5, 1, "old"), line(5, 0, "new"), line(5, 1, "new"))
+    assert texts(file, 5) == [["new"], ["new"]] and file.replaced == {5}
+
+
+def test_what_a_resume_cuts_off_meanwhile_is_not_read(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(line(1, 0, "a") + line(2, 0, "b"))
+    with open(path, "rb") as reader:
+        file = SampleFile(reader)
+        path.write_bytes(line(1, 0, "a"))
+        assert texts(file, 1) == [["a"]] and texts(file, 2) == [[]]
+
+
+@pytest.mark.parametrize(
+    "value, read",
+    [(b"NaN", None), ('"\ud800"'.encode("utf-8", "surrogatepass"), "\ud800"), (b'"\xff"', "\ufffd")],
+)
+def test_numbers_and_letters_that_json_or_utf8_does_not_know(value, read):
+    file = opened(b'{"step": 1, "group": 0, "x": ' + value + b"}\n")
+    assert next(file.read(1, file.steps[1][0]))["x"] == read
+
+
+# The histogram counts every kept completion once, in the bin of its total reward.
+def test_few_values_have_a_bin_each(tmp_path):
+    found = histogram(written(tmp_path, sample(1, 0.0), sample(1, 1.0), sample(1, 1.0), sample(2, 0.5)))
+    assert found["step"] == [1, 2] and found["edges"] == [-0.25, 0.25, 0.75, 1.25]
+    assert found["counts"] == [[1, 0, 2], [0, 1, 0]] and "the 4 completions" in found["note"]
+    assert histogram(written(tmp_path, sample(1, 0.25)))["edges"] == [-0.25, 0.75]
+
+
+def test_many_values_share_bins_and_many_steps_share_columns(tmp_path):
+    found = histogram(written(tmp_path, *(sample(step, (step * 0.37) % 1 - 0.2) for step in range(1, 601))))
+    assert len(found["edges"]) == BINS + 1 and len(found["step"]) == len(found["counts"]) == COLUMNS
+    assert found["step"][0] == 3 and found["step"][-1] == 600
+    assert all(sum(column) == 3 for column in found["counts"]) and "3 logged steps are joined" in found["note"]
+
+
+def test_rewards_are_weighted_like_those_of_the_run_and_a_resumed_step_counts_once(tmp_path):
+    rows = [sample(1, 0, rewards={"right": 1.0, "short": 0.5}), sample(1, 0, rewards={"right": 0.0, "short": None})]
+    found = histogram(written(tmp_path, *rows), [1.0, 2.0])
+    assert found["edges"] == [-1.0, 1.0, 3.0] and found["counts"] == [[1, 1]]
+    rows = [sample(step, 0.0) for step in (1, 2, 3)] + [sample(step, 1.0) for step in (2, 3)]
+    found = histogram(written(tmp_path, *rows))
+    assert found["step"] == [1, 2, 3] and found["counts"] == [[1, 0], [0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    "values", [(1e308, -1e308), (5e-10, 1e300), (10**400, 1.0), (float("nan"), 1.0), ("x", 1.0), (1e308, 1e308)]
+)
+@pytest.mark.parametrize("weights", [(), ["x"], 5, [2.0]])
+def test_odd_numbers_stop_nothing(tmp_path, values, weights):
+    found = histogram(written(tmp_path, *(sample(1, 0.0, rewards={"right": value}) for value in values)), weights)
+    assert found is None or sum(map(sum, found["counts"])) in (1, 2)

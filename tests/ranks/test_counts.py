@@ -8,14 +8,12 @@ from ranks import LIMIT, forked
 
 SMALL = {"max_tokens_per_microbatch": 30}  # each rank has 2 groups of about 26 tokens, so that it makes 2 passes
 CASES = {
-    "ddp": {"parallel": "ddp"},
     "ddp-small": {"parallel": "ddp", "num_iterations": 2, **SMALL},
     "ddp-lora": {"parallel": "ddp", "use_peft": True, "lora_r": 4},
     "fsdp2": {"parallel": "fsdp2"},
     "fsdp2-small": {"parallel": "fsdp2", **SMALL},
     "fsdp2-kept": {"parallel": "fsdp2_keep", **SMALL},
     "fsdp2-lora": {"parallel": "fsdp2", "use_peft": True, "lora_r": 4},
-    "fsdp2-lora-kl": {"parallel": "fsdp2", "use_peft": True, "lora_r": 4, "beta": 0.1, "kl": "full"},
 }
 FP32 = 4  # bytes of a number
 SCALARS = [["allreduce", FP32]] * 2  # the loss and the norm of the gradients
@@ -40,7 +38,7 @@ def test_the_decode_loop_sends_nothing(counts, case):
     assert "decode" not in counts[case]["sent"] and "decode" not in counts[case]["host"]
 
 
-@pytest.mark.parametrize("case, updates", [("ddp", 1), ("ddp-small", 2), ("ddp-lora", 1)])
+@pytest.mark.parametrize("case, updates", [("ddp-small", 2), ("ddp-lora", 1)])
 def test_ddp_sends_the_gradients_once_an_update(counts, case, updates):
     """With the loss beside them, whatever the number of micro-batches; of LoRA the adapters' alone."""
     told = counts[case]
@@ -70,21 +68,9 @@ def test_fsdp2_gathers_the_whole_weights_once_before_it_draws(counts, case):
 
 
 def test_adapters_of_a_sharded_base_are_added_up_as_ddp_does(counts):
-    sent = counts["fsdp2-lora"]["sent"]["update"]
-    assert not parts_of(sent, "reduce_scatter_base")
-    assert (
-        FP32 * counts["fsdp2-lora"]["trained"]
-        <= sum(parts_of(sent, "allreduce"))
-        <= FP32 * (counts["fsdp2-lora"]["trained"] + 2)
-    )
-
-
-def test_the_full_kl_with_adapters_gathers_the_layers_once_more_and_one_for_nothing(counts):
-    """The pass with the adapters off gathers each layer. Torch takes the last of them for the one to go back to."""
-    plain, full = (parts_of(counts[f"fsdp2-lora{kl}"]["sent"]["update"], "allgather_base") for kl in ("", "-kl"))
-    count, layer, root = len(counts["fsdp2-lora"]["units"]) - 1, min(plain), max(plain)
-    assert layer < root and plain == [layer] * 2 * count + [root]
-    assert full == [layer] * (3 * count + 1) + [root]
+    told = counts["fsdp2-lora"]
+    assert not parts_of(told["sent"]["update"], "reduce_scatter_base")
+    assert 0 <= sum(parts_of(told["sent"]["update"], "allreduce")) - FP32 * told["trained"] <= 2 * FP32
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,33 +1,100 @@
-"""Checkpoints are whole or not there; damage is named; the best and the newest stay."""
+"""Checkpoints are whole or not there, come back to the last bit, and damage is named; the best and the newest stay."""
 
+import copy
 import json
-import os
+import random
 import threading
+from collections import UserDict
 
+import numpy
 import pytest
 import tiny
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
+from toy_parts import about, differences, draws, make_parts, trained_parts
 from transformers import AutoModelForCausalLM
 
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.ranks import Ranks
 from fastgrpo.run import checkpoint, folder
-from fastgrpo.run.checkpoint import checkpoints, prune, save_model, step_of, verify, write_checkpoint
-from fastgrpo.run.folder import RunFolder, contents, made_in
-from fastgrpo.run.snapshot import HostCopies
+from fastgrpo.run.checkpoint import (
+    Checkpointer,
+    checkpoints,
+    prune,
+    save_model,
+    step_of,
+    verify,
+    write_checkpoint,
+)
+from fastgrpo.run.folder import RunFolder, claim_output_dir, contents, made_in
+from fastgrpo.run.log import RunLog
+from fastgrpo.run.resume import digest_of_rows, digest_of_weights, refuse_differences
+from fastgrpo.run.snapshot import GlobalRNG, HostCopies, Snapshot, _compare, _read, restore
 
 
-def two_files(path):
-    (path / "weights").write_bytes(bytes(range(256)) * 100)
-    (path / "sub").mkdir()
-    (path / "sub" / "state").write_text("{}")
+def of_names(*names):
+    """Write files of these names, of one process or of several ranks."""
+
+    def write(path):
+        for name in names:
+            (path / name).parent.mkdir(exist_ok=True)
+            (path / name).write_text(name)
+
+    return write
+
+
+two_files = of_names("weights", "sub/state")
 
 
 def test_a_checkpoint_is_what_was_written(tmp_path):
     path = write_checkpoint(RunFolder(tmp_path), 3, two_files)
     assert path == tmp_path / "checkpoint-3" and step_of(path) == 3
-    verify(path)
     assert set(json.loads((path / "manifest.json").read_text())["files"]) == {"weights", "sub/state"}
-    (path / "notes.txt").write_text("a file of one's own is no damage")
+    (path / "notes.txt").write_text("a file of the user is no damage")
+    verify(path)
+
+
+@settings(max_examples=30)
+@given(st.dictionaries(st.sampled_from(["a", "b", "sub/c"]), st.binary(max_size=40), min_size=1), st.data())
+def test_any_changed_lost_or_added_byte_is_found(tmp_path_factory, files, data):
+    top = tmp_path_factory.mktemp("run")
+
+    def write(path):
+        (path / "sub").mkdir()
+        for name, content in files.items():
+            (path / name).write_bytes(content)
+
+    path = write_checkpoint(RunFolder(top), 1, write)
+    verify(path)
+    name = data.draw(st.sampled_from(sorted(files)))
+    damaged = bytearray(files[name])
+    place = data.draw(st.integers(0, len(damaged)))
+    if place == len(damaged):
+        damaged.append(0)
+    elif data.draw(st.booleans()):
+        damaged[place] ^= 1 << data.draw(st.integers(0, 7))
+    else:
+        del damaged[place]
+    (path / name).write_bytes(damaged)
+    with pytest.raises(ValueError, match=f"{name} is damaged"):
+        verify(path)
+    (path / name).unlink()
+    with pytest.raises(ValueError, match=f"{name} is missing"):
+        verify(path)
+
+
+@pytest.mark.parametrize("manifest", [None, '{"files": {"wei', "[]", "[" * 100_000])
+def test_a_damaged_manifest_is_named(tmp_path, manifest):
+    path = write_checkpoint(RunFolder(tmp_path), 3, two_files)
+    (path / "manifest.json").unlink() if manifest is None else (path / "manifest.json").write_text(manifest)
+    with pytest.raises(ValueError, match=r"manifest\.json is missing or cannot be read"):
+        verify(path)
+    outside = {"../../etc/passwd": {"bytes": 0, "sha256": ""}}
+    (path / "manifest.json").write_text(json.dumps({"files": outside}))
+    with pytest.raises(ValueError, match="lies outside the checkpoint"):
+        verify(path)
 
 
 def test_files_are_verified_side_by_side(tmp_path, monkeypatch):
@@ -40,17 +107,6 @@ def test_files_are_verified_side_by_side(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "_entry", begun)
     verify(path)
-
-
-def of_names(*names):
-    """Write files of these names, of one process or of several ranks."""
-
-    def write(path):
-        for name in names:
-            (path / name).parent.mkdir(exist_ok=True)
-            (path / name).write_text(name)
-
-    return write
 
 
 SHARDED = [f"shards/{name}" for name in (".metadata", "values.pt", "rng-0.pt")]
@@ -77,41 +133,6 @@ def test_what_a_run_needs_must_be_listed(tmp_path, names, lacking):
             verify(path, of_run=True)
 
 
-def truncate(path):
-    (path / "weights").write_bytes(bytes(range(256)) * 99)
-
-
-def flip_a_bit(path):
-    data = bytearray((path / "weights").read_bytes())
-    data[777] ^= 1
-    (path / "weights").write_bytes(data)
-
-
-def name_a_file_outside(path):
-    entry = {"bytes": 0, "sha256": ""}
-    (path / "manifest.json").write_text(json.dumps({"files": {"../../etc/passwd": entry}}))
-
-
-@pytest.mark.parametrize(
-    "harm, named",
-    [
-        (truncate, "weights is damaged"),
-        (flip_a_bit, "weights is damaged"),
-        (lambda path: (path / "sub" / "state").unlink(), "sub/state is missing"),
-        (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
-        (lambda path: (path / "manifest.json").write_text('{"files": {"wei'), "manifest.json .* cannot be read"),
-        (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json .* cannot be read"),
-        (lambda path: (path / "manifest.json").write_text("[" * 100_000), "manifest.json .* cannot be read"),
-        (name_a_file_outside, "lies outside the checkpoint"),
-    ],
-)
-def test_damage_is_named(tmp_path, harm, named):
-    path = write_checkpoint(RunFolder(tmp_path), 3, two_files)
-    harm(path)
-    with pytest.raises(ValueError, match=named):
-        verify(path)
-
-
 class Killed(BaseException):
     """The process ends here."""
 
@@ -131,12 +152,9 @@ def test_a_kill_at_any_moment_leaves_the_last_good_one(tmp_path, monkeypatch):
 
         return call
 
-    monkeypatch.setattr(checkpoint.os, "fsync", counted(os.fsync))
-    monkeypatch.setattr(checkpoint.Path, "rename", counted(checkpoint.Path.rename))
-    monkeypatch.setattr(checkpoint.Path, "write_text", counted(checkpoint.Path.write_text))
-    monkeypatch.setattr(checkpoint.Path, "mkdir", counted(checkpoint.Path.mkdir))
-    monkeypatch.setattr(checkpoint, "_entry", counted(checkpoint._entry))
-    monkeypatch.setattr(folder, "note", counted(folder.note))
+    for owner, name in ((checkpoint.os, "fsync"), (checkpoint.Path, "rename"), (checkpoint.Path, "write_text"),
+                        (checkpoint.Path, "mkdir"), (checkpoint, "_entry"), (folder, "note")):  # fmt: skip
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
     remove, outcomes = RunFolder.remove, []
     # Leftovers are removed at the start of the next save; the dead do not clean up.
     monkeypatch.setattr(RunFolder, "remove", lambda run, name: None if clock["calls"] else remove(run, name))
@@ -173,52 +191,83 @@ def test_names_of_checkpoints(tmp_path):
     (tmp_path / "checkpoint-12").write_text("a file")
     assert list(checkpoints(tmp_path)) == [9, 10]
     for name in ("../checkpoint-best", "checkpoint-1/..", "/etc", "checkpoint-1x"):
-        with pytest.raises(ValueError, match="not a checkpoint: the name of a checkpoint is checkpoint-STEP"):
+        with pytest.raises(ValueError, match="not a checkpoint"):
             step_of(name)
 
 
 @pytest.mark.parametrize(
     "limit, best, kept",
-    [
-        (2, None, [3, 4]),
-        (2, 1, [1, 4]),
-        (1, 2, [2, 4]),
-        (1, 4, [4]),
-        (1, None, [4]),
-        (3, 1, [1, 3, 4]),
-        (9, 1, [1, 2, 3, 4]),
-        (2, 7, [3, 4]),
-    ],
-)
-def test_what_is_kept(tmp_path, limit, best, kept):
-    run = RunFolder(tmp_path)
+    [(2, None, [3, 4]), (2, 1, [1, 4]), (1, 2, [2, 4]), (1, 4, [4]), (1, None, [4]), (3, 1, [1, 3, 4]),
+     (9, 1, [1, 2, 3, 4]), (2, 7, [3, 4])],
+)  # fmt: skip
+def test_the_newest_and_the_best_are_kept(tmp_path, limit, best, kept):
+    """A link is removed and not what it points to, and what no run made neither counts nor goes."""
+    run, elsewhere = claim_output_dir(str(tmp_path / "run"), "t"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
     for step in (1, 2, 3, 4):
-        run.claim(f"checkpoint-{step}").mkdir()
+        path = run.claim(f"checkpoint-{step}")
+        path.symlink_to(elsewhere) if step == 1 else path.mkdir()
+    for mine in (0, 9):
+        (run.path / f"checkpoint-{mine}").mkdir()
     prune(run, limit, best)
-    assert list(checkpoints(tmp_path)) == kept
-
-
-def test_a_link_is_removed_and_not_what_it_points_to(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "run").mkdir()
-    run = RunFolder(tmp_path / "run")
-    run.claim("checkpoint-1").symlink_to(tmp_path / "elsewhere")
-    run.claim("checkpoint-2").mkdir()
-    prune(run, 1)
-    assert (tmp_path / "elsewhere").is_dir() and list(checkpoints(tmp_path / "run")) == [2]
-
-
-def test_a_checkpoint_that_no_run_made_is_neither_counted_nor_deleted_nor_overwritten(tmp_path):
-    run = RunFolder(tmp_path)
-    for step in (2, 3):
-        run.claim(f"checkpoint-{step}").mkdir()
-    (tmp_path / "checkpoint-1").mkdir()
-    (tmp_path / "checkpoint-9").mkdir()
-    prune(run, 1)
-    assert list(checkpoints(tmp_path)) == [1, 3, 9]
-    with pytest.raises(ValueError, match="checkpoint-9 was not made by a run and is not overwritten; move it away"):
+    assert list(checkpoints(run.path)) == [0, *kept, 9] and elsewhere.is_dir()
+    with pytest.raises(ValueError, match="checkpoint-9 was not made by a run"):
         write_checkpoint(run, 9, two_files)
-    assert list((tmp_path / "checkpoint-9").iterdir()) == [] and not list(tmp_path.glob(".tmp*"))
+    assert list((run.path / "checkpoint-9").iterdir()) == [] and not list(run.path.glob(".tmp*"))
+
+
+# What comes back.
+SHAPES = st.lists(st.integers(0, 3), max_size=3)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool])
+LEAVES = st.one_of(
+    st.builds(lambda shape, dtype: torch.ones(shape).to(dtype), SHAPES, DTYPES), st.integers(), st.text()
+)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+)
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b) and a.dtype == b.dtype
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a) if isinstance(a, dict) else a == b
+
+
+def zeroed(tree):
+    """Training goes on."""
+    if isinstance(tree, torch.Tensor):
+        tree.zero_()
+    for inner in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        zeroed(inner)
+
+
+@settings(max_examples=50)
+@given(TREES)
+def test_copies_of_any_state_stay_as_they_were(tree):
+    before, copies = copy.deepcopy(tree), HostCopies()
+    taken = copies.take(tree)
+    copies.before_update()
+    zeroed(tree)
+    copies.wait()
+    assert same(taken, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_state_of_a_run_comes_back_to_the_last_bit(tmp_path, dtype):
+    """Weights, masters, moments, schedule, reference and generators, though training goes on while it is written."""
+    parts = make_parts(dtype)
+    taken = Snapshot(parts, tiny.tokenizer(), about(dtype), HostCopies())
+    expected = draws()
+    for weight in [*parts["optimizer"].masters, *parts["policy"].module.parameters()]:
+        weight.data.zero_()
+    path = write_checkpoint(RunFolder(tmp_path), 3, taken.write)
+    other = make_parts(dtype, seed=1, trained=False)
+    assert differences(other, trained_parts(dtype))
+    restore(other, path, about(dtype), pytest.fail)
+    assert draws() == expected and differences(other, trained_parts(dtype)) == []
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -226,8 +275,7 @@ def test_a_checkpoint_that_no_run_made_is_neither_counted_nor_deleted_nor_overwr
 def test_a_model_written_from_a_copy_loads_as_it_was(tmp_path, tied, dtype):
     model = tiny.model("llama", tie_word_embeddings=tied).to(dtype)
     copies = HostCopies().take(model.state_dict())
-    head, embedding = copies["lm_head.weight"], copies["model.embed_tokens.weight"]
-    assert (head is embedding) == tied
+    assert (copies["lm_head.weight"] is copies["model.embed_tokens.weight"]) == tied
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     with torch.no_grad():
         for parameter in model.parameters():
@@ -246,3 +294,197 @@ def test_a_saved_config_has_the_rotary_parameters_where_transformers_4_reads_the
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["rope_theta"] == 5e5 and config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.rope_parameters == rope
+
+
+def test_the_generators_go_on_where_they_stood(tmp_path):
+    def draws():
+        return random.random(), numpy.random.rand(), torch.rand(1).item()
+
+    generators = GlobalRNG()
+    draws()
+    torch.save(generators.state_dict(), tmp_path / "rng.pt")
+    expected = draws()
+    assert draws() != expected
+    generators.load_state_dict(torch.load(tmp_path / "rng.pt", weights_only=True))
+    assert draws() == expected
+
+
+@pytest.mark.parametrize("content", [b"", b"rubbish", b"\x80\x02cos\nsystem\n(S'true'\ntR."])
+def test_a_file_that_torch_cannot_read_is_named(tmp_path, content):
+    (tmp_path / "optimizer.pt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"optimizer.pt cannot be read: \w+: "):
+        _read(tmp_path / "optimizer.pt")
+
+
+@pytest.mark.parametrize("setting", ["auto", True])
+@pytest.mark.parametrize("now", [True, False])
+def test_another_choice_of_gradient_checkpointing_is_a_warning(tmp_path, setting, now):
+    given = {"dtype": "torch.float32", "rows": 4, "data_digest": None, "model_digest": None}
+    state = given | {"config": {"gradient_checkpointing": setting}, "gradient_checkpointing": True}
+    said = []
+    mine = given | {"config": {"gradient_checkpointing": "auto"}, "gradient_checkpointing": now}
+    _compare(state, tmp_path, mine, said.append)
+    assert ["gradient_checkpointing was True and is False" in line for line in said] == [True] * (not now)
+
+
+# The thread that writes them.
+class Saving:
+    """A snapshot whose writing waits for a word and then does what it is told."""
+
+    def __init__(self, error=None, go=True):
+        self.error, self.go, self.thread = error, threading.Event(), None
+        if go:
+            self.go.set()
+
+    def write(self, path):
+        self.thread = threading.current_thread()
+        assert self.go.wait(30)
+        if self.error:
+            raise self.error
+        (path / "weights").write_text("w")
+
+
+FULL = OSError(28, "No space left on device")
+
+
+def make_checkpointer(tmp_path, **changes):
+    config = GRPOConfig(**{"output_dir": str(tmp_path / "run"), "save_steps": 2, "logging_steps": 1, **changes})
+    log = RunLog(config)
+    return Checkpointer(config, log), log
+
+
+def test_when_a_checkpoint_is_due(tmp_path):
+    every_other, _ = make_checkpointer(tmp_path / "a")
+    at_the_end, _ = make_checkpointer(tmp_path / "b", save_steps=None)
+    asked = [(step, step == 5) for step in range(6)]
+    assert [every_other.due(*at) for at in asked] == [False, False, True, False, True, True]
+    assert [at_the_end.due(*at) for at in asked] == [False] * 5 + [True]
+
+
+def test_writing_goes_on_beside_the_steps_and_the_next_save_waits(tmp_path):
+    checkpointer, log = make_checkpointer(tmp_path)
+    first, second = Saving(go=False), Saving()
+    with log, checkpointer:
+        assert checkpointer.newest is None
+        checkpointer.save(2, lambda: first)  # returns although nothing is written yet
+        checkpointer.check()
+        assert checkpoints(log.dir) == {}
+        threading.Timer(0.1, first.go.set).start()
+        checkpointer.save(4, lambda: second)
+        assert list(checkpoints(log.dir))[:1] == [2]
+        assert checkpointer.newest == log.dir / "checkpoint-4"  # which waits for the save
+    assert list(checkpoints(log.dir)) == [2, 4]
+    assert first.thread is second.thread is not threading.current_thread()
+
+
+def test_a_failed_save_names_the_last_good_one(tmp_path, capsys):
+    checkpointer, log = make_checkpointer(tmp_path)
+    with pytest.raises(RuntimeError, match="mine"), log, checkpointer:
+        checkpointer.save(2, Saving)
+        checkpointer.save(4, lambda: Saving(FULL))
+        checkpointer._thread.submit(lambda: None).result()  # until the save is through
+        assert checkpointer.newest == log.dir / "checkpoint-2"
+        with pytest.raises(ValueError, match=r"checkpoint-4 .*No space left.*checkpoint-2 is the newest good"):
+            checkpointer.check()
+        checkpointer.save(6, lambda: Saving(FULL))
+        raise RuntimeError("mine")  # the error that ends a run is not hidden by one of the thread
+    assert "No space left on device" in capsys.readouterr().out
+    verify(log.dir / "checkpoint-2")
+    assert list(checkpoints(log.dir)) == [2]
+
+
+@pytest.mark.parametrize(
+    "greater, saved, kept",
+    [
+        (None, [(2, 0.1), (4, 0.9), (6, 0.9), (8, 0.5)], [4, 8]),
+        (False, [(2, 0.1), (4, 0.9), (6, 0.9), (8, 0.5)], [2, 8]),
+        # A stop saves before it evaluates; the run that goes on evaluates the step whose checkpoint is there.
+        (None, [(2, None), (2, 0.9), (4, 0.5), (6, 0.6)], [2, 6]),
+        (None, [(2, 0.1), (4, None)], [2, 4]),
+    ],
+)
+def test_the_best_one_stays(tmp_path, greater, saved, kept, capsys):
+    checkpointer, log = make_checkpointer(
+        tmp_path, save_total_limit=1, metric_for_best_model="reward", greater_is_better=greater
+    )
+    with log, checkpointer:
+        for step, reward in saved:
+            log.step(step, {"kl": 9.0} if reward is None else {"reward": reward})
+            checkpointer.save(step, Saving)
+    assert list(checkpoints(log.dir)) == kept and checkpointer.state_dict()["best"]["step"] == kept[0]
+    unmeasured = sum(reward is None for _, reward in saved)
+    assert capsys.readouterr().out.count("reward was not measured") == unmeasured
+
+
+def test_metrics_that_do_not_exist_are_refused(tmp_path):
+    settings = {"output_dir": str(tmp_path / "run"), "eval_steps": 500}
+    with pytest.raises(ValueError, match="unknown metric 'eval/acuracy'; did you mean 'eval/accuracy'"):
+        RunLog(GRPOConfig(metric_for_best_model="eval/acuracy", **settings))
+    assert not (tmp_path / "run").exists()
+    RunLog(GRPOConfig(metric_for_best_model="rewards/correctness/mean", **settings)).close()
+
+
+# Digests of rows and weights: they differ wherever what a run reads differs, and nowhere else.
+ROWS = [{"prompt": "ab", "answer": 1}, {"prompt": "cd", "answer": 2}]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ROWS[:1], ROWS[::-1], [ROWS[0], {"prompt": "cd", "answer": 3}], [ROWS[0], {"prompt": "cd", "answer": "2"}],
+        [ROWS[0], {"prompt": "cd"}], [{"prompt": "a", "answer": 1}, {"prompt": "bcd", "answer": 2}],
+    ],
+)  # fmt: skip
+def test_other_rows_have_another_digest(other):
+    assert digest_of_rows(other) != digest_of_rows(ROWS) == digest_of_rows(tuple(UserDict(row) for row in ROWS))
+    assert digest_of_rows([dict(reversed(row.items())) for row in ROWS]) == digest_of_rows(ROWS)
+
+
+RING = []
+RING.append(RING)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [RING, 10**5000, {1: 2, "1": 3}, numpy.ndarray, object(), torch.empty(2, device="meta"), torch.ones(2).to_sparse()],
+    ids=["a ring", "a long number", "keys of two types", "a class", "an object", "no numbers", "sparse"],
+)
+def test_a_value_that_json_refuses_counts_by_its_type_and_the_others_count_in_full(value):
+    def digest(prompt="\ud800", numbers=(0, 1), odd=value):
+        return digest_of_rows([{"prompt": prompt, "numbers": numpy.array(numbers), "odd": odd}])
+
+    assert digest() == digest() and len({digest(), digest("cd"), digest(numbers=(0, 2)), digest(odd={1, 2})}) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+def test_one_bit_of_one_weight_changes_the_digest(dtype):
+    """Among whole blocks and in the rest, in every position of the number."""
+    weights = {"a": (torch.randn(3, 3000) * 50).to(dtype), "b": torch.ones((), dtype=dtype)}
+    first = digest_of_weights(weights)
+    assert first == digest_of_weights({name: weight.clone() for name, weight in weights.items()})
+    for row, column in ((0, 0), (1, 1500), (2, 2999)):
+        for bit in (0, 3, 8 * dtype.itemsize - 1):
+            other = weights["a"].clone()
+            whole = other.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+            whole[row, column] ^= torch.tensor(1).to(whole.dtype) << bit
+            assert digest_of_weights({**weights, "a": other}) != first
+    for other in (
+        {**weights, "c": weights["b"]},
+        {**weights, "a": weights["a"].view(-1)},
+        {**weights, "a": weights["a"].T},
+    ):
+        assert digest_of_weights(other) != first
+
+
+class Two(Ranks):
+    """Rank 1 of two; rank 0 read other held-out rows."""
+
+    def gather(self, value, what):
+        return [value | {"held_out_rows": "others"}, value]
+
+
+def test_ranks_that_read_different_things_are_refused():
+    refuse_differences(Ranks(), training_rows=("a", 3), held_out_rows="b")
+    refuse_differences(Two(1, 2), training_rows=("a", 3), held_out_rows="others")
+    with pytest.raises(ValueError, match="held out rows .* rank 0 .* rank 1"):
+        refuse_differences(Two(1, 2), training_rows=("a", 3), held_out_rows="b")

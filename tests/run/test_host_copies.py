@@ -7,24 +7,12 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from runs import make_trainer
 from safetensors.torch import load_file
 
-from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.policy.model import Policy
 from fastgrpo.run import snapshot
 from fastgrpo.run.snapshot import HostCopies, Snapshot
-
-
-def test_copies_are_the_runs_no_more():
-    weight = torch.ones(3)
-    tree = {"a": weight, "list": [weight, {"b": (torch.zeros(2), 5, "text")}]}
-    copies = HostCopies()
-    copy = copies.take(tree)
-    copies.before_update()
-    weight.zero_()
-    copies.wait()
-    assert torch.equal(copy["a"], torch.ones(3))
-    assert copy["list"][1]["b"][1:] == (5, "text") and torch.equal(copy["list"][1]["b"][0], torch.zeros(2))
 
 
 def test_a_tensor_that_occurs_twice_is_copied_once():
@@ -39,8 +27,7 @@ class Device:
 
     def __init__(self):
         self.main, self.side = Stream(), Stream()
-        self.current = self.main
-        self.sources, self.pinned = [], 0
+        self.current, self.sources, self.pinned = self.main, [], 0
 
     @contextmanager
     def stream(self, stream):
@@ -53,15 +40,14 @@ class Device:
         device, host = self, torch.full_like(like, torch.nan)
         self.pinned += 1
 
-        class Pinned:
-            def copy_(self, source, non_blocking):
-                assert non_blocking
-                kept = weakref.ref(source)  # a stream keeps nothing alive
-                device.sources.append(kept)
-                device.current.queue.append(lambda: host.copy_(kept()))
-                return host
+        def copy(source, non_blocking):
+            assert non_blocking
+            kept = weakref.ref(source)  # a stream keeps nothing alive
+            device.sources.append(kept)
+            device.current.queue.append(lambda: host.copy_(kept()))
+            return host
 
-        return Pinned()
+        return SimpleNamespace(copy_=copy)
 
     def run(self, first):
         streams = [first, self.main, self.side]
@@ -106,11 +92,12 @@ class Event:
 @pytest.fixture
 def device(monkeypatch):
     device = Device()
-    monkeypatch.setattr(snapshot, "on_gpu", lambda tensor: True)
-    monkeypatch.setattr(snapshot, "pinned_like", device.host_tensor)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: device.side)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: device.main)
-    monkeypatch.setattr(torch.cuda, "stream", device.stream)
+    for owner, name, stand_in in (
+        (snapshot, "on_gpu", lambda tensor: True), (snapshot, "pinned_like", device.host_tensor),
+        (torch.cuda, "Stream", lambda _: device.side), (torch.cuda, "current_stream", lambda _: device.main),
+        (torch.cuda, "stream", device.stream),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, stand_in)
     return device
 
 
@@ -124,15 +111,6 @@ def test_a_copy_is_of_one_step_whichever_stream_is_ahead(device, first):
     device.run(getattr(device, first))
     copies.wait()
     assert [[copy.unique().item() for copy in step] for step in taken] == [[1, 1], [2, 2], [3, 3]]
-
-
-def test_without_the_wait_a_stream_ahead_would_spoil_the_copy(device):
-    weight, copies = torch.zeros(3), HostCopies()
-    device.main.queue.append(lambda: weight.add_(1))
-    (copy,) = copies.take([weight])
-    device.main.queue.append(lambda: weight.add_(1))
-    device.run(device.main)
-    assert copy.unique().item() == 2
 
 
 def test_what_is_copied_is_not_freed_before(device):
@@ -187,15 +165,8 @@ def test_checkpoints_of_a_run_use_the_same_memory(device, tmp_path):
 
 
 def test_every_update_of_a_trainer_waits_for_the_copies(tmp_path, monkeypatch):
-    rows = [{"prompt": "ab"}, {"prompt": "cd"}]
-    args = GRPOConfig(
-        output_dir=str(tmp_path), max_steps=2, prompts_per_step=2, num_generations=2, max_completion_length=3
-    )
-    model = tiny.model(vocab_size=258)
-    trainer = GRPOTrainer(
-        model, lambda completions, **_: list(range(len(completions))), args, rows, processing_class=tiny.tokenizer()
-    )
-    weights, seen = model.lm_head.weight, []
+    trainer = make_trainer(tmp_path, lambda completions, **_: list(range(len(completions))))
+    weights, seen = trainer.model.lm_head.weight, []
 
     class Current:
         def wait_event(self, event):
@@ -210,8 +181,8 @@ def test_every_update_of_a_trainer_waits_for_the_copies(tmp_path, monkeypatch):
     assert seen == [(0, True), (1, True)]
 
 
-def test_where_nothing_can_be_pinned_the_copies_are_made_all_the_same(device, monkeypatch, caplog):
-    """It is tried once and said once."""
+def test_copies_are_made_where_nothing_can_be_pinned(device, monkeypatch, caplog):
+    """It is tried once, and one line is logged."""
     tried = []
 
     def refuse(tensor):
@@ -227,10 +198,25 @@ def test_where_nothing_can_be_pinned_the_copies_are_made_all_the_same(device, mo
         device.run(device.side)
         copies.wait()
     assert all(torch.equal(copy, weight) for copy, weight in zip(taken, weights, strict=True))
-    assert len(tried) == 2
-    assert [record.getMessage() for record in caplog.records] == [
-        "3 MiB cannot be pinned, so checkpoints make the GPU wait (CUDA error: out of memory)"
-    ]
+    (record,) = caplog.records
+    assert len(tried) == 2 and record.getMessage().startswith("3 MiB cannot be pinned")
+
+
+@pytest.mark.gpu
+def test_a_graph_that_is_recorded_meanwhile_leaves_the_memory_pinned():
+    """torch frees all pinned memory that nobody holds when it begins to record."""
+    weight, copies, addresses = torch.ones(1 << 20, device="cuda"), HostCopies(), []
+    for _ in range(2):
+        (copy,) = copies.take([weight])
+        copies.wait()
+        addresses.append(copy.data_ptr())
+        del copy
+        copies.release()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            weight.add_(1)
+        blocker = torch.empty(1 << 20, pin_memory=True)  # takes the address of what was freed
+        assert blocker.data_ptr() not in addresses
+    assert addresses[0] == addresses[1]
 
 
 @pytest.mark.gpu
@@ -255,20 +241,3 @@ def test_a_gpu_goes_on_while_it_is_copied():
             copies.release()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-def test_a_graph_that_is_recorded_meanwhile_leaves_the_memory_pinned():
-    """torch frees all pinned memory that nobody holds when it begins to record."""
-    weight, copies, addresses = torch.ones(1 << 20, device="cuda"), HostCopies(), []
-    for _ in range(2):
-        (copy,) = copies.take([weight])
-        copies.wait()
-        addresses.append(copy.data_ptr())
-        del copy
-        copies.release()
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            weight.add_(1)
-        blocker = torch.empty(1 << 20, pin_memory=True)  # takes the address of what was freed
-        assert blocker.data_ptr() not in addresses
-    assert addresses[0] == addresses[1]

@@ -1,14 +1,28 @@
-"""What a run logs: how steps become lines, where the lines go, and how a resumed run goes back to its checkpoint."""
+"""What a run logs: how steps become lines, under which names, where they go, and how a resumed run goes back."""
 
 import json
 import math
 import sys
+from pathlib import Path
 
+import pandas
 import pytest
 
 from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.run import log as module
-from fastgrpo.run.log import RunLog
+from fastgrpo.run import metrics
+from fastgrpo.run.log import FollowedLog, RunLog, cells, columns_of, forget_after, open_log, write_parquet
+from fastgrpo.run.metrics import (
+    METRICS,
+    Summary,
+    check_metric,
+    entry,
+    evaluated,
+    last_training,
+    mean_loss,
+    read_history,
+)
 
 
 def make_log(tmp_path, **settings):
@@ -20,51 +34,31 @@ def lines(tmp_path, name="metrics.jsonl"):
 
 
 def test_metrics_are_means_over_logging_steps(tmp_path):
-    with make_log(tmp_path) as log:
-        for step, reward in enumerate([1.0, 2.0, 5.0], 1):
-            log.step(step, {"reward": reward, "num_tokens": 10 * step}, last=step == 3)
-    assert lines(tmp_path) == [
-        {"step": 2, "reward": 1.5, "num_tokens": 20},
-        {"step": 3, "reward": 5.0, "num_tokens": 30},
-    ]
-
-
-def test_the_first_step_has_a_line_where_it_is_asked_for(tmp_path):
     with make_log(tmp_path, logging_steps=3, logging_first_step=True) as log:
-        for step in range(1, 7):
-            log.step(step, {"reward": float(step)})
-    assert [row["step"] for row in lines(tmp_path)] == [1, 3, 6]
-    assert [row["reward"] for row in lines(tmp_path)] == [1.0, 2.5, 5.0]
+        for step in range(1, 9):
+            log.step(step, {"reward": float(step), "num_tokens": 10 * step}, last=step == 8)
+    assert lines(tmp_path) == [
+        {"step": step, "reward": mean, "num_tokens": 10 * step} for step, mean in ((1, 1), (3, 2.5), (6, 5), (8, 7.5))
+    ]
 
 
 @pytest.mark.parametrize(
     "name, values, logged",
     [
-        ("ratio/max", [3.0, 9.0, 1.0], 9.0),
-        ("rollout/logp_gap_max", [0.1, 0.3, 0.2], 0.3),
-        ("memory/peak_gib", [2.0, 1.0, 1.0], 2.0),
-        ("completions/max_length", [4, 7, 5], 7),
-        ("completions/min_length", [4, 2, 5], 2),
-        ("skipped_updates", [1, 0, 2], 3),
-        ("rewards/judge/errors", [1, 0, 2], 3),
-        ("api/errors", [1, 0, 2], 1),
-        ("learning_rate", [3e-6, 2e-6, 1e-6], 1e-6),
-        ("curriculum/level", [0, 1, 1], 1),
-        ("completions/mean_length", [3.0, 4.0, 8.0], 5.0),
+        ("ratio/max", [3.0, 9.0, 1.0], 9.0), ("rollout/logp_gap_max", [0.1, 0.3, 0.2], 0.3),
+        ("memory/peak_gib", [2.0, 1.0, 1.0], 2.0), ("completions/max_length", [4, 7, 5], 7),
+        ("completions/min_length", [4, 2, 5], 2), ("skipped_updates", [1, 0, 2], 3),
+        ("rewards/judge/errors", [1, 0, 2], 3), ("api/errors", [1, 0, 2], 1),
+        ("learning_rate", [3e-6, 2e-6, 1e-6], 1e-6), ("curriculum/level", [0, 1, 1], 1),
+        ("completions/mean_length", [3.0, 4.0, 8.0], 5.0), ("kl", [1.0, None, 2.0], 1.5),  # not measured in one step
     ],
-)
+)  # fmt: skip
 def test_not_every_metric_is_a_mean(tmp_path, name, values, logged):
     with make_log(tmp_path, logging_steps=3) as log:
         for step, value in enumerate(values, 1):
-            log.step(step, {name: value})
+            log.step(step, {} if value is None else {name: value})
     assert lines(tmp_path) == [{"step": 3, name: logged}]
-
-
-def test_a_step_that_did_not_measure_a_metric_does_not_count_in_its_mean(tmp_path):
-    with make_log(tmp_path, logging_steps=3) as log:
-        for step, values in enumerate([{"kl": 1.0}, {}, {"kl": 2.0}], 1):
-            log.step(step, values)
-    assert lines(tmp_path) == [{"step": 3, "kl": 1.5}]
+    assert set(metrics._REDUCED) <= set(METRICS)
 
 
 def test_a_line_is_on_the_disk_at_once_and_the_latest_value_is_known(tmp_path):
@@ -79,38 +73,38 @@ def test_a_line_is_on_the_disk_at_once_and_the_latest_value_is_known(tmp_path):
         assert log.latest == {"eval/accuracy": (0, 0.25), "eval_accuracy": (0, 0.25), "reward": (2, 1.5)}
 
 
-def test_every_line_is_reported_too(tmp_path, monkeypatch):
+def test_every_line_goes_to_the_trackers(tmp_path, monkeypatch):
     reported = []
 
     class Listener:
-        def __init__(self, config, folder, checkpoint):
-            self.log, self.close = (
-                lambda step, values: reported.append((step, values)),
-                lambda: reported.append("closed"),
-            )
+        def __init__(self, config, folder, checkpoint): ...
+
+        def log(self, step, values):
+            reported.append((step, values))
+
+        def close(self):
+            reported.append("closed")
 
     monkeypatch.setitem(module.TRACKERS, "tensorboard", Listener)
     with make_log(tmp_path, report_to="tensorboard") as log:
         log.step(1, {"reward": 1.0})
         log.step(2, {"reward": 2.0})
         log.write(2, {"eval/accuracy": 0.5, "eval/time": 1.0})
-    assert reported == [
-        (2, {"train/reward": 1.5}), (2, {"eval/accuracy": 0.5, "eval/runtime": 1.0}), "closed",
-    ]  # fmt: skip
+    assert reported == [(2, {"train/reward": 1.5}), (2, {"eval/accuracy": 0.5, "eval/runtime": 1.0}), "closed"]
 
 
 @pytest.mark.parametrize(
     "name, package", [("wandb", "wandb"), ("trackio", "trackio"), ("tensorboard", "torch.utils.tensorboard")]
 )
-def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, name, package):
+def test_a_missing_package_is_named(tmp_path, monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)  # import raises ImportError
-    with pytest.raises(ValueError, match=f"report_to {name} needs a package that is missing: pip install {name}"):
+    with pytest.raises(ValueError, match=f"report_to {name} .*pip install {name}"):
         make_log(tmp_path, report_to=name)
     make_log(tmp_path).close()  # the run that did not begin left nothing in the way of the next one
 
 
 def test_what_was_opened_before_a_tracker_failed_is_closed(tmp_path, monkeypatch):
-    opened, ended = [], []
+    ended = []
 
     class First:
         def __init__(self, config, folder, checkpoint):
@@ -123,17 +117,11 @@ def test_what_was_opened_before_a_tracker_failed_is_closed(tmp_path, monkeypatch
     def second(config, folder, checkpoint):
         raise ValueError("no second tracker")
 
-    def appending(path, mode, **how):
-        opened.append(open(path, mode, **how))  # noqa: SIM115
-        return opened[-1]
-
     monkeypatch.setitem(module.TRACKERS, "tensorboard", First)
     monkeypatch.setitem(module.TRACKERS, "wandb", second)
-    monkeypatch.setattr(module, "open", appending, raising=False)
     with pytest.raises(RuntimeError, match="it cannot end") as error:
         make_log(tmp_path, report_to=("tensorboard", "wandb"))
-    assert str(error.value.__context__) == "no second tracker"
-    assert ended == [True] and len(opened) == 3 and all(file.closed for file in opened)
+    assert str(error.value.__context__) == "no second tracker" and ended == [True]
     make_log(tmp_path).close()  # the folder is free and empty
 
 
@@ -144,7 +132,7 @@ def test_steps_before_an_error_are_logged(tmp_path):
     assert lines(tmp_path) == [{"step": 1, "reward": 1.0}]
 
 
-def test_a_log_goes_back_to_where_it_stood_at_a_checkpoint(tmp_path):
+def test_a_log_goes_back_to_where_it_stood_at_a_checkpoint(tmp_path, capsys):
     with make_log(tmp_path) as log:
         log.step(2, {"reward": 2.0})
         log.step(3, {"reward": 3.0})
@@ -161,50 +149,180 @@ def test_a_log_goes_back_to_where_it_stood_at_a_checkpoint(tmp_path):
         log.step(4, {"reward": 5.0})
         log.samples([{"step": 3}])
         assert 1000 <= log.state_dict()["wall_seconds"] < 1100
-    assert lines(tmp_path) == [{"step": 2, "reward": 2.0}, {"step": 4, "reward": 4.0}]
-    assert lines(tmp_path, "samples.jsonl") == [{"step": 2}, {"step": 3}]
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["logging_steps"] == 2 and config["output_dir"] == str(tmp_path / "run")
-
-
-def test_lines_that_were_lost_since_a_checkpoint_are_reported(tmp_path, capsys):
-    with make_log(tmp_path) as log:
-        log.write(2, {"reward": 2.0})
-        state = log.state_dict()
+        assert lines(tmp_path) == [{"step": 2, "reward": 2.0}, {"step": 4, "reward": 4.0}]
+        assert lines(tmp_path, "samples.jsonl") == [{"step": 2}, {"step": 3}]
         (tmp_path / "run" / "metrics.jsonl").write_text("")
         log.load_state_dict(state)
-    out = capsys.readouterr().out
-    assert "metrics.jsonl has lost lines" in out and "samples.jsonl" not in out
-
-
-def test_the_settings_decide_what_the_terminal_shows(tmp_path, capsys):
-    with make_log(tmp_path, disable_tqdm=True) as log:
-        assert not log.terminal.bars and not log.terminal.quiet
-        log.terminal.progress(4, "GRPO", done=1)
-        log.terminal.advance(2, reward=0.123456)
-        log.say("a line")
-        assert (log.terminal.done, log.terminal.total) == (3, 4)
-    assert log.terminal.bar is None
-    with make_log(tmp_path / "quiet", quiet=True) as log:
-        log.say("a line")
-        log.say("warning: a line")
-    out, err = capsys.readouterr()
-    assert out == "a line\nwarning: a line\n" and not err
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["logging_steps"] == 2 and config["output_dir"] == str(tmp_path / "run")
+    told = capsys.readouterr().out
+    assert "metrics.jsonl has lost lines" in told and "samples.jsonl" not in told
 
 
 def test_lines_are_json_whatever_the_numbers_and_texts_are(tmp_path):
     """JSON has no NaN and no infinity, and UTF-8 has no lone surrogates."""
-    log = RunLog(GRPOConfig(output_dir=str(tmp_path / "run"), logging_steps=1))
-    with log:
+    with make_log(tmp_path, logging_steps=1) as log:
         log.step(1, {"loss": math.nan, "kl": math.inf, "reward": 0.5})
         log.samples([{"step": 1, "completion": "a\ud800ü", "extras": {"deep": [1.0, -math.inf, (math.nan,)]}}])
 
     def refuse(constant):
         raise AssertionError(constant)
 
-    metrics, samples = (
+    steps, samples = (
         json.loads((tmp_path / "run" / name).read_bytes().decode("utf-8"), parse_constant=refuse)
         for name in ("metrics.jsonl", "samples.jsonl")
     )
-    assert metrics == {"step": 1, "loss": None, "kl": None, "reward": 0.5}
+    assert steps == {"step": 1, "loss": None, "kl": None, "reward": 0.5}
     assert samples == {"step": 1, "completion": "a\ud800ü", "extras": {"deep": [1.0, None, [None]]}}
+
+
+# The names of TRL, and what `train` returns.
+@pytest.mark.parametrize(
+    "values, made",
+    [
+        ({"reward": 1.0, "kl": math.nan}, {"reward": 1.0, "kl": None}),
+        ({"eval_a/reward": 1.0, "eval/reward": 2.0}, {"eval_a_reward": 1.0, "eval_reward": 2.0}),
+        ({"test/accuracy": 0.5, "test/time": 1.0}, {"test_accuracy": 0.5, "test_runtime": 1.0}),
+        ({"test_b/loss": 0.5}, {"test_b_loss": 0.5}),
+        # what is logged in training keeps its name
+        ({"time/loss": 1.0, "time/reward": 2.0, "loss": 3.0, "rewards/length/mean": 1.0, "learning_rate": 0.1}, None),
+        ({"learning_rate": 0.1, "judge/time": 2.0, "judge/calls": 3.0, "eval/mean_length": 4.0}, None),
+    ],
+)
+def test_an_entry_of_the_history_has_trls_names(values, made):
+    assert entry(3, values | {"epoch": 0.5}) == (values if made is None else made) | {"epoch": 0.5, "step": 3}
+
+
+def test_sampled_measurements_go_by_trls_names_before_greedy_ones():
+    values = {"eval/reward": 1.0, "eval/sampled/reward": 0.5, "eval/mean_length": 7.0, "eval/time": 2.0}
+    assert evaluated(values) == {"eval_reward": 0.5, "eval_completions/mean_length": 7.0, "eval_runtime": 2.0}
+    assert evaluated({"eval_math/accuracy": 1.0}, "eval_math") == {"eval_math_accuracy": 1.0}
+
+
+def test_the_history_up_to_a_checkpoint_is_read_back(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    known = '{"step": 1, "loss": 2.0}\nspoilt\n{"step": 3, "eval/reward": null}\n'
+    path.write_text(known + '{"step": 4, "loss": 9.0}\n')
+    assert read_history(path, len(known)) == [{"loss": 2.0, "step": 1}, {"eval_reward": None, "step": 3}]
+    assert read_history(tmp_path / "nothing", 10) == []
+
+
+def test_the_output_of_training_is_trls():
+    history = [{"step": 2, "loss": 1.0}, {"step": 2, "eval_reward": 5.0}, {"step": 3, "loss": 4.0}]
+    assert mean_loss(history) == 2.0 and mean_loss([]) == 0.0  # a line weighs as much as it has steps
+    assert last_training([{"learning_rate": 1.0}, *history]) == {"learning_rate": 1.0} and last_training(history) == {}
+    summary = Summary({"steps": 4}, {"train_loss": 0.25})
+    assert summary == {"steps": 4} and summary.global_step == 4
+    assert summary.training_loss == 0.25 and summary.metrics == {"train_loss": 0.25}
+
+
+def test_names_of_metrics_are_checked():
+    for name in (None, "reward", "rewards/judge/mean", "eval/pass@4", "eval_reward", "words_logged"):
+        check_metric(name)
+    for name in ("rewart", "rewards/mean", "", "eval/pass"):
+        with pytest.raises(ValueError, match=f"unknown metric '{name}'"):
+            check_metric(name)
+
+
+# Ranks other than 0 know what the log of rank 0 knows, and neither write nor print.
+class Told(Ranks):
+    """A rank that is told what rank 0 says."""
+
+    def __init__(self, rank, said=None):
+        super().__init__(rank, 2)
+        self.said = said
+
+    def from_lead(self, value, what):
+        self.said = value if self.lead else self.said
+        return self.said
+
+
+def test_rank_0_claims_the_folder_and_tells_the_others(tmp_path):
+    config, lead = GRPOConfig(output_dir=str(tmp_path / "run")), Told(0)
+    logs = [open_log(config, ranks=lead)]
+    logs.append(open_log(config, ranks=Told(1, lead.said)))
+    assert [type(log) for log in logs] == [RunLog, FollowedLog]
+    assert logs[0].dir == logs[1].dir == (tmp_path / "run").resolve() and logs[1].checkpoint is None
+    for log in logs:  # all refuse to go on once the run has ended
+        with log:
+            log.folder.check()
+        assert not log.folder.held
+        for go_on in (log.folder.check, log.__enter__):
+            with pytest.raises(ValueError, match="no longer holds output_dir"):
+                go_on()
+    assert type(open_log(GRPOConfig(output_dir=str(tmp_path / "alone")), ranks=ALONE)) is RunLog
+
+
+def test_the_other_ranks_write_nothing_and_remember_the_metrics(tmp_path, capfd):
+    with FollowedLog(GRPOConfig(logging_steps=2), tmp_path, None) as log:
+        log.say("nobody reads this")
+        log.terminal.progress(10, "GRPO")
+        log.terminal.advance(reward=1.0)
+        log.step(1, {"reward": 1.0})
+        log.step(2, {"reward": 2.0})
+        log.samples([{"step": 1}])
+        log.load_state_dict({"pending": [[3, {"reward": 4.0}]], "metrics_bytes": 0})
+        log.step(4, {"reward": 2.0})
+        assert log.latest == {"reward": (4, 3.0)}
+        assert log.folder.claim("merged") == Path(tmp_path / "merged") and log.folder.held
+        log.terminal.close_bar()
+    assert not list(tmp_path.iterdir()) and capfd.readouterr() == ("", "")
+
+
+# The completions of a logged step: as columns, as parquet, and in the terminal.
+LINE = {
+    "step": 5, "group": 0, "prompt": "1+1=", "completion": "2", "rewards": {"right": 1.0}, "advantage": 0.5,
+    "finish_reason": "stop", "tokens": 2, "clipped": 0.0, "token_ends": [1, 1], "logps": [-0.1, -0.2],
+}  # fmt: skip
+TALK = {
+    **LINE, "prompt": [{"role": "user", "content": "1+1?"}], "completion": [{"role": "assistant", "content": "2"}],
+    "rewards": {"right": None}, "solution": "2",
+}  # fmt: skip
+
+
+def test_the_columns_are_those_of_trl():
+    columns = columns_of([LINE, {**LINE, "rewards": {"right": None, "style": 0.25}, "solution": "2"}])
+    assert columns == {
+        "step": [5, 5], "prompt": ["1+1=", "1+1="], "completion": ["2", "2"], "right": [1.0, None],
+        "style": [None, 0.25], "solution": [None, "2"], "advantage": [0.5, 0.5],
+    }  # fmt: skip
+    columns = columns_of([{**LINE, "rewards": {"right": 1.0, "step": 0.5}, "right": "logged"}])
+    assert columns["right"] == [1.0] and columns["right (logged)"] == ["logged"]  # a name of two columns hides neither
+    assert columns["step"] == [5] and columns["step (reward)"] == [0.5] and list(columns)[-1] == "advantage"
+
+
+def test_pandas_reads_the_completions(tmp_path):
+    path = write_parquet(tmp_path / "completions", 5, columns_of([LINE, LINE]))
+    assert path.name == "completions_00005.parquet" and len(list(path.parent.iterdir())) == 1
+    assert pandas.read_parquet(path).to_dict("list") == {
+        "step": [5, 5], "prompt": ["1+1="] * 2, "completion": ["2"] * 2, "right": [1.0] * 2, "advantage": [0.5] * 2,
+    }  # fmt: skip
+    talk = pandas.read_parquet(write_parquet(tmp_path / "completions", 6, columns_of([TALK])))
+    assert list(talk["prompt"][0]) == TALK["prompt"] and talk["right"].isna().all()
+
+
+@pytest.mark.parametrize("odd", [[{}], [[{"a": {}}]], [{"b": [{}]}], [1, "a", {"b": [None]}]])
+def test_values_that_parquet_has_no_type_for_are_json(tmp_path, odd):
+    rows = [{**LINE, "completion": "\ud800", "odd": value} for value in odd]
+    read = pandas.read_parquet(write_parquet(tmp_path, 5, columns_of(rows)))
+    assert [json.loads(value) for value in read["odd"]] == odd
+    assert [json.loads(value) for value in read["completion"]] == ["\ud800"] * len(odd)
+
+
+def test_completions_after_a_checkpoint_are_deleted(tmp_path):
+    folder = tmp_path / "completions"
+    for step in (2, 4, 100000):
+        write_parquet(folder, step, columns_of([LINE]))
+    kept = ["completions_00002.parquet", "completions_mine.parquet", "completions_mine.part"]
+    for name in (*kept[1:], "completions_00001.part", "completions_00004.part"):  # the last two are of a crash
+        (folder / name).touch()
+    forget_after(folder, 2)
+    assert sorted(path.name for path in folder.iterdir()) == kept
+    forget_after(tmp_path / "none", 2)
+
+
+def test_the_terminal_shows_the_first_completions():
+    shown = cells(columns_of([LINE] * 3), 1)
+    assert shown == [["prompt", "completion", "right", "advantage"], ["1+1=", "2", "1.00", "0.50"]]
+    assert len(cells(columns_of([LINE] * 3), None)) == 4
+    assert cells(columns_of([TALK]), 5)[1] == ["user: 1+1?", "assistant: 2", "", "2", "0.50"]

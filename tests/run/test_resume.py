@@ -1,113 +1,142 @@
-"""What a resumed run may change: each setting's field says it."""
+"""What a resumed run may change, and which files a run reads."""
 
 import dataclasses
+import functools
 import json
+import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+import tiny
+from transformers import AutoModelForCausalLM
 
-from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.settings import GRPOConfig, TrainConfig
 from fastgrpo.config.validation import CONDITIONS, on_resume
-from fastgrpo.run.resume import CHOSEN, check_settings
+from fastgrpo.data.rows import Rows
+from fastgrpo.rewards.gsm8k import correctness
+from fastgrpo.run.resume import CHOSEN, check_settings, inputs_of
 
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 
 
-def checkpoint(folder, changes=(), without=()):
-    """A checkpoint of a run with the default settings, some of them changed and some not yet known."""
-    settings = {**dataclasses.asdict(GRPOConfig()), **dict(changes)}
+def changed(folder, rule, before, now=None, without=()):
+    """Check the settings `now` against a checkpoint of those `before`: they follow this rule."""
+    settings = {**dataclasses.asdict(GRPOConfig()), **before}
     settings = {name: value for name, value in settings.items() if name not in without}
     (folder / "trainer_state.json").write_text(json.dumps({"command": "train", "config": settings}))
-    return folder
-
-
-@pytest.mark.parametrize("name", sorted(FIELDS.keys() - {*CHOSEN, "reward_model_kwargs"}))
-def test_a_changed_setting_is_refused_or_warned_of_or_free(tmp_path, name):
-    folder, said = checkpoint(tmp_path, {name: "before"}), []
-    rule, (_, holds) = on_resume(name), CONDITIONS.get(name, (None, None))
-    if holds is not None and not holds(GRPOConfig()):
-        rule = "free"  # see the next test
-    if rule == "same":
-        with pytest.raises(
-            ValueError, match=rf"trained with {name}='before', now it is .*; leave {name} as it was, or "
-        ):
-            check_settings(folder, GRPOConfig(), said.append)
-    else:
-        check_settings(folder, GRPOConfig(), said.append)
-    assert [line.startswith(f"warning: {name} was 'before' and is ") for line in said] == [True] * (rule == "inexact")
-
-
-@pytest.mark.parametrize(
-    "name, before, effect",
-    [
-        ("ref_model_sync_steps", 7, {"beta": 0.1, "sync_ref_model": True}),
-        ("sapo_temperature_pos", 2.0, {"loss_type": "sapo"}),
-    ],
-)
-def test_a_change_without_effect_is_free(tmp_path, name, before, effect):
-    check_settings(checkpoint(tmp_path, {name: before}), GRPOConfig(), pytest.fail)
-    with pytest.raises(ValueError, match=f"was trained with {name}={before!r}"):
-        check_settings(checkpoint(tmp_path, {name: before, **effect}), GRPOConfig(**effect), pytest.fail)
-    with pytest.raises(ValueError, match="was trained with"):  # it had an effect before, and has none now
-        check_settings(checkpoint(tmp_path, {name: before, **effect}), GRPOConfig(), pytest.fail)
-
-
-@pytest.mark.parametrize("name, before", [("gradient_checkpointing", True), ("dtype", "float32")])
-def test_what_auto_chooses_is_compared_when_it_is_known(tmp_path, name, before):
-    """A setting that was stated before and is auto now, or the other way, is no change by itself."""
-    check_settings(checkpoint(tmp_path, {name: before}), GRPOConfig(), pytest.fail)
-    check_settings(checkpoint(tmp_path), GRPOConfig(**{name: before}), pytest.fail)
     said = []
-    other = {"gradient_checkpointing": False, "dtype": "bfloat16"}[name]
-    check_settings(checkpoint(tmp_path, {name: before}), GRPOConfig(**{name: other}), said.append)
-    assert len(said) == 1 and f"{name} was {before!r} and is {other!r} now" in said[0]
+    if rule == "same":
+        with pytest.raises(ValueError, match="was trained with ") as error:
+            check_settings(folder, GRPOConfig(**(now or {})), said.append)
+        said.append(str(error.value))
+    else:
+        check_settings(folder, GRPOConfig(**(now or {})), said.append)
+        assert [line.startswith("warning: ") for line in said] == [True] * (rule == "inexact")
+    return "".join(said)
 
 
-def test_what_is_computed_must_stay_and_what_is_recorded_may_change():
-    rules = {name: on_resume(name) for name in FIELDS}
-    for name in ("learning_rate", "beta", "seed", "loss_type", "importance_sampling_mode", "num_generations", "task"):
-        assert rules[name] == "same", name
-    for name in ("max_steps", "device", "max_tokens_per_microbatch", "rollout_memory_utilization"):
-        assert rules[name] == "inexact", name
-    for name in ("output_dir", "save_steps", "report_to", "eval_steps", "resume_from_checkpoint"):
-        assert rules[name] == "free", name
+def test_a_changed_setting_is_refused_or_warned_of_or_free(tmp_path):
+    for name in FIELDS.keys() - {*CHOSEN, "reward_model_kwargs"}:
+        rule, (_, holds) = on_resume(name), CONDITIONS.get(name, (None, None))
+        if holds is not None and not holds(GRPOConfig()):
+            rule = "free"  # it had no effect and has none now
+        assert (name in changed(tmp_path, rule, {name: "before"})) == (rule != "free"), name
 
 
 @pytest.mark.parametrize(
-    "name, before, now, rule",
+    "rule, names",
     [
-        ("ref_storage", None, "cpu", "inexact"),
-        ("ref_storage", None, "int8", "same"),
-        ("ref_storage", "nf4", "cpu", "same"),
-        ("reward_model_kwargs", None, '{"device": "cpu"}', "inexact"),
-        ("reward_model_kwargs", '{"separator": ";"}', '{"device": "cpu", "separator": ";"}', "inexact"),
-        ("reward_model_kwargs", '{"separator": ";"}', None, "same"),
-        ("rollout_backend", "fast", "eager", "inexact"),
-        ("rollout_backend", "fast", "hf", "same"),
-        ("parallel", "ddp", "fsdp2", "free"),
-        ("parallel", "fsdp2", "fsdp2_offload", "inexact"),
+        ("same", "learning_rate beta seed loss_type importance_sampling_mode num_generations task"),
+        ("inexact", "max_steps device max_tokens_per_microbatch rollout_memory_utilization"),
+        ("free", "output_dir save_steps report_to eval_steps resume_from_checkpoint"),
     ],
 )
-def test_some_changes_of_a_setting_are_allowed_and_others_not(tmp_path, name, before, now, rule):
-    folder, said = checkpoint(tmp_path, {"beta": 0.1, name: before}), []
-    if rule == "same":
-        with pytest.raises(ValueError, match=f"trained with {name}=.*, which changes what is learned; leave {name}"):
-            check_settings(folder, GRPOConfig(beta=0.1, **{name: now}), said.append)
-    else:
-        check_settings(folder, GRPOConfig(beta=0.1, **{name: now}), said.append)
-    assert [line.startswith(f"warning: {name} was ") for line in said] == [True] * (rule == "inexact")
+def test_what_is_computed_must_stay_and_what_is_recorded_may_change(rule, names):
+    assert {on_resume(name) for name in names.split()} == {rule}
 
 
-def test_the_same_settings_go_on_in_silence(tmp_path):
-    check_settings(checkpoint(tmp_path), GRPOConfig(), pytest.fail)
+SYNCED, SAPO = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 7}, {"loss_type": "sapo"}
+
+
+@pytest.mark.parametrize(
+    "before, now, rule",
+    [
+        ({}, {}, "free"),
+        # a change without effect is free, unless it had an effect before
+        ({"ref_model_sync_steps": 7}, {}, "free"),
+        (SYNCED, {"beta": 0.1, "sync_ref_model": True}, "same"),
+        (SYNCED, {"beta": 0.1}, "same"),
+        ({"sapo_temperature_pos": 2.0}, {}, "free"),
+        ({"sapo_temperature_pos": 2.0} | SAPO, SAPO, "same"),
+        # what auto chooses is compared when it is known
+        ({"gradient_checkpointing": True}, {}, "free"),
+        ({}, {"gradient_checkpointing": True}, "free"),
+        ({"gradient_checkpointing": True}, {"gradient_checkpointing": False}, "inexact"),
+        ({"dtype": "float32"}, {"dtype": "bfloat16"}, "inexact"),
+        # some values of a setting are more alike than others
+        ({"ref_storage": None}, {"ref_storage": "cpu"}, "inexact"),
+        ({"ref_storage": None}, {"ref_storage": "int8"}, "same"),
+        ({"ref_storage": "nf4"}, {"ref_storage": "cpu"}, "same"),
+        ({}, {"reward_model_kwargs": '{"device": "cpu"}'}, "inexact"),
+        ({"reward_model_kwargs": '{"separator": ";"}'},
+         {"reward_model_kwargs": '{"device": "cpu", "separator": ";"}'}, "inexact"),
+        ({"reward_model_kwargs": '{"separator": ";"}'}, {}, "same"),
+        ({"rollout_backend": "fast"}, {"rollout_backend": "eager"}, "inexact"),
+        ({"rollout_backend": "fast"}, {"rollout_backend": "hf"}, "same"),
+        ({"parallel": "ddp"}, {"parallel": "fsdp2"}, "free"),
+        ({"parallel": "fsdp2"}, {"parallel": "fsdp2_offload"}, "inexact"),
+    ],
+)  # fmt: skip
+def test_changes_that_depend_on_their_values(tmp_path, before, now, rule):
+    if "ref_storage" in before:
+        before, now = before | {"beta": 0.1}, now | {"beta": 0.1}
+    changed(tmp_path, rule, before, now)
 
 
 def test_a_setting_newer_than_the_checkpoint_had_its_default(tmp_path):
-    folder = checkpoint(tmp_path, without=("importance_sampling_mode", "max_num_seqs"))
-    check_settings(folder, GRPOConfig(), pytest.fail)
-    with pytest.raises(ValueError, match="trained with importance_sampling_mode=None, now it is 'token_mask'"):
-        check_settings(folder, GRPOConfig(importance_sampling_mode="token_mask"), pytest.fail)
+    new = ("importance_sampling_mode", "max_num_seqs")
+    changed(tmp_path, "free", {}, without=new)
+    changed(tmp_path, "same", {}, {"importance_sampling_mode": "token_mask"}, without=new)
 
 
-def test_adapters_have_no_weights_to_start_anew_from(tmp_path):
-    with pytest.raises(ValueError, match=r"leave beta as it was$"):
-        check_settings(checkpoint(tmp_path, {"use_peft": True, "beta": 0.1}), GRPOConfig(use_peft=True), pytest.fail)
+def test_weights_to_start_anew_from_are_offered_where_there_are_some(tmp_path):
+    assert "--model_name_or_path" in changed(tmp_path, "same", {"beta": 0.1})
+    adapters = {"use_peft": True}
+    assert "--model_name_or_path" not in changed(tmp_path, "same", adapters | {"beta": 0.1}, adapters)
+
+
+def test_models_data_and_reward_files_are_found(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text("{}")
+    (tmp_path / "cache.arrow").write_text("")
+    (tmp_path / "judge_of_mine.py").write_text(
+        "def score(completions, **columns): ...\n\nclass Judge:\n    def __call__(self, completions, **columns): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import judge_of_mine
+
+    config = TrainConfig(task="dataset", dataset_name=str(tmp_path / "rows.jsonl"), model_name_or_path="m")
+    rows = SimpleNamespace(cache_files=[{"filename": str(tmp_path / "cache.arrow")}])
+    for function in (judge_of_mine.score, functools.partial(judge_of_mine.score, x=1), judge_of_mine.Judge()):
+        found = inputs_of(config, [function], str(tmp_path), [Rows(rows, str), None, rows])
+        assert sorted(found.values()) == sorted(
+            [tmp_path, tmp_path / "rows.jsonl", tmp_path / "cache.arrow", tmp_path / "judge_of_mine.py"]
+        )
+    monkeypatch.delitem(sys.modules, "judge_of_mine")
+    tiny.save(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert inputs_of(TrainConfig(), [], model) == {"the model": tmp_path / "model"}
+
+
+class Mute:
+    def __repr__(self):
+        raise RuntimeError
+
+    def __call__(self, completions, **columns): ...
+
+
+def test_odd_functions_and_names_of_the_hub_stop_nothing():
+    found = inputs_of(TrainConfig(), [Mute(), MagicMock()])  # a mock has every attribute that it is asked for
+    assert [path.name for path in found.values()] == ["test_resume.py", "mock.py"]
+    config = TrainConfig(task="gsm8k", model_name_or_path="m", dataset_name="openai/gsm8k")
+    assert inputs_of(config, [correctness], "Qwen/Qwen3-0.6B") == {}

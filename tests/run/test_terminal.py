@@ -65,25 +65,25 @@ def run(terminal, clock):
     terminal.last("run folder runs/x")
 
 
+PLAIN = """\
+step 2/4  reward 0.123     kl 1e-05     1 s a step  0:02 left
+step 2: held-out accuracy 0.5
+step 2: warning: it repeats itself
+step 4/4  reward 0.123     kl 1e-05     1 s a step
+  steps  4
+  files  a, b
+run folder runs/x
+"""
+
+
 def test_a_pipe_gets_plain_lines_and_no_bar(clock, capsys):
     run(Terminal(), clock)
-    out, err = capsys.readouterr()
-    assert not err and out.isascii() and all(character >= " " or character == "\n" for character in out)
-    assert out.splitlines() == [
-        "step 2/4  reward 0.123     kl 1e-05     1 s a step  0:02 left",
-        "step 2: held-out accuracy 0.5",
-        "step 2: warning: it repeats itself",
-        "step 4/4  reward 0.123     kl 1e-05     1 s a step",
-        "  steps  4",
-        "  files  a, b",
-        "run folder runs/x",
-    ]
+    assert capsys.readouterr() == (PLAIN, "")
 
 
 def test_a_terminal_gets_one_bar_below_the_lines(clock, show):
     screen = show()
-    terminal = Terminal()
-    run(terminal, clock)
+    run(Terminal(), clock)
     written = screen.getvalue()
     assert "\n\r" in written and "\x1b[A" not in written  # no second bar, for which the cursor would go up
     bars = [text for text in re.split(r"[\r\n]", written) if text.startswith("GRPO:")]
@@ -105,13 +105,20 @@ def test_colours_can_be_forbidden(clock, show, monkeypatch, variable, value):
     assert ("GRPO:" in written) is (variable == "NO_COLOR")  # a dumb terminal cannot draw over a line
 
 
-def test_quiet_keeps_back_all_but_warnings_errors_and_the_last_line(clock, show):
+@pytest.mark.parametrize(
+    "settings, shown",
+    [
+        # As on ranks other than 0.
+        ({"silent": True}, []),
+        ({"quiet": True}, ["step 2: warning: it repeats itself", "run folder runs/x", "error: lost"]),
+    ],
+)
+def test_a_terminal_may_keep_back_what_is_no_warning_or_result(clock, show, settings, shown):
     screen = show()
-    run(terminal := Terminal(quiet=True), clock)
-    terminal.say("error: checkpoint-2 could not be written")
+    run(terminal := Terminal(**settings), clock)
+    terminal.say("error: lost")
     terminal.columns([["metric", "a"], ["accuracy", "0.5"]])
-    told = ["step 2: warning: it repeats itself", "run folder runs/x", "error: checkpoint-2 could not be written"]
-    assert ESCAPE.sub("", screen.getvalue()).splitlines() == told
+    assert ESCAPE.sub("", screen.getvalue()).splitlines() == shown
 
 
 def test_without_bars_lines_have_the_time_that_is_left(clock, show):
@@ -119,70 +126,37 @@ def test_without_bars_lines_have_the_time_that_is_left(clock, show):
     run(Terminal(bars=False), clock)
     written = screen.getvalue()
     assert "GRPO" not in written and "evaluate" not in written and "0:02 left\n" in written
-
-
-def test_a_silent_terminal_shows_nothing_at_all(clock, show):
-    """As on ranks other than 0."""
-    screen = show()
-    run(terminal := Terminal(silent=True), clock)
-    terminal.say("warning: it repeats itself")
-    assert screen.getvalue() == ""
-
-
-def test_controls_are_escaped(capsys, show, monkeypatch):
-    """A terminal would obey what a completion says, in a pipe as well, which may end in `less -R`."""
-    screen = show()
-    monkeypatch.setattr(sys, "stdout", plain := io.StringIO())
-    for stream in (plain, screen):
-        monkeypatch.setattr(sys, "stdout", stream)
-        Terminal().say("\x1b[2Jgone\x07 \u202eback [bold]not markup[/bold]\tand\nmore\r")
-        print_table([("a\x1b[1A", "b\x9b"), ("[red]c", 1)])
-        print_columns([["title\x1b]0;"], ["d\x08"]])
-        told = stream.getvalue() if stream is plain else ESCAPE.sub("", stream.getvalue())
-        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", told.replace("\r\n", "\n"))
-        for text in (
-            r"\x1b[2Jgone\x07 \u202eback [bold]not markup",
-            r"a\x1b[1A",
-            r"b\x9b",
-            r"\x1b]0;",
-            r"d\x08",
-            "[red]c",
-        ):
-            assert text in told
-
-
-def test_the_bar_of_an_evaluation_alone_shows_the_time_that_is_left(show):
-    screen = show()
     terminal = Terminal()
-    with terminal.share("evaluate") as progress:
-        bar = progress.__self__
-        assert bar.dynamic_ncols  # it follows a window that changes its width
-        bar.start_t -= 60  # as if a minute had passed
-        progress(0.25)
-        bar.refresh()
-    assert "evaluate:  25%|" in screen.getvalue() and "01:00<03:0" in screen.getvalue()
-
-
-def test_the_time_left_of_a_resumed_run_counts_its_own_steps(clock):
-    terminal = Terminal()
-    terminal.progress(8, "GRPO", done=4)
+    terminal.progress(8, "GRPO", done=4)  # a resumed run counts its own steps
     assert terminal.seconds_left() is None
     clock[0] += 6
     terminal.advance()
     assert terminal.seconds_left() == 18
 
 
-def test_tables_fit_a_terminal_of_80_columns(show):
-    screen = show()
+def test_controls_are_escaped(show, monkeypatch):
+    """A terminal would obey what a completion says, in a pipe as well, which may end in `less -R`."""
+    odd = ("\x1b[2Jgone\x07 \u202eback [bold]not markup[/bold]", "a\x1b[1A", "b\x9b", "[red]c", "title\x1b]0;", "d\x08")
+    for stream in (show(), io.StringIO()):
+        monkeypatch.setattr(sys, "stdout", stream)
+        Terminal().say(odd[0])
+        print_table([odd[1:3], (odd[3], 1)])
+        print_columns([[odd[4]], [odd[5]]])
+        told = ESCAPE.sub("", stream.getvalue()) if isinstance(stream, Screen) else stream.getvalue()
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", told.replace("\r\n", "\n"))
+        for text in odd:
+            assert text.encode("unicode_escape").decode("ascii") in told
+
+
+def test_tables_fit_a_terminal_and_are_plain_elsewhere(show, monkeypatch):
+    screen, plain = show(), io.StringIO()
     print_table([("files", "a long name, " * 20)])
     print_columns([["metric", *(f"model {i}" for i in range(4))], ["accuracy", *["0.330 [0.246, 0.427]"] * 4]])
     lines = ESCAPE.sub("", screen.getvalue()).splitlines()
     assert max(map(len, lines)) == 80 and lines[0].startswith("╭") and lines[-1].endswith("╯")
-
-
-def test_tables_elsewhere_are_plain_and_in_markdown(capsys):
+    monkeypatch.setattr(sys, "stdout", plain)
     print_table([("a", 1), ("long", "x")])
     print_columns([["metric", "a"], ["accuracy", "0.5"]])
-    assert capsys.readouterr().out.splitlines() == [
+    assert plain.getvalue().splitlines() == [
         "  a     1", "  long  x", "| metric   | a   |", "| ---      | --- |", "| accuracy | 0.5 |",
     ]  # fmt: skip

@@ -83,27 +83,32 @@ def samples_of(name):
 
 
 def cases(size, count=2):
-    """The ways in which so many ranks compute: all ("whole"), or few ("small"), of which 1 or 4 ranks take a third."""
-    losses = LOSS_TYPES if size == "whole" else ("grpo", "dapo", "luspo", "vespo")
-    budgets = (WHOLE, 150, 40) if size == "whole" else (WHOLE, 60) if count == 2 else (60,)
-    parallels = ("ddp", "fsdp2") if count > 1 else ("fsdp2",)  # with ddp, one rank is one process
-    every = [
-        Case(loss, beta, "ragged", parallel, budget)
-        for loss, beta, parallel, budget in itertools.product(losses, (0.0, 0.04), parallels, budgets)
+    """The ways in which so many ranks compute: "small" for every commit, "whole" for all of them."""
+    ways = list(itertools.product(("ddp", "fsdp2") if count > 1 else ("fsdp2",), (WHOLE, 150, 40)))
+    losses = [Case(loss, beta) for loss in LOSS_TYPES for beta in (0.0, 0.04)]
+    others = [Case("dapo", beta, name) for name in ("few", "apart", "none") for beta in (0.0, 0.04)]
+    others += [
+        Case("grpo", 0.0, knobs=(("entropy_coef", 0.01),)),
+        Case("dapo", 0.1, knobs=(("kl", "full"),)),
+        Case("grpo", 0.0, knobs=(("importance_sampling_level", "sequence"),)),
+        Case("bnpo", 0.04, minibatches=2),
+        Case("dapo", 0.04, lora=True),
+        Case("dapo", 0.04, minibatches=2, selection=SELECTION, adaptive=True),
+        Case("grpo", 0.0, "few", selection=SELECTION),
+        Case("vespo", 0.0, adaptive=True),
     ]
-    for parallel in parallels:
-        every += [Case("dapo", beta, name, parallel, 60) for name in ("few", "apart", "none") for beta in (0.0, 0.04)]
-        every += [
-            Case("grpo", 0.0, "ragged", parallel, 60, (("entropy_coef", 0.01),)),
-            Case("dapo", 0.1, "ragged", parallel, 60, (("kl", "full"),)),
-            Case("grpo", 0.0, "ragged", parallel, 60, (("importance_sampling_level", "sequence"),)),
-            Case("bnpo", 0.04, "ragged", parallel, 60, minibatches=2),
-            Case("dapo", 0.04, "ragged", parallel, 60, lora=True),
-            Case("dapo", 0.04, "ragged", parallel, 60, minibatches=2, selection=SELECTION, adaptive=True),
-            Case("grpo", 0.0, "few", parallel, 60, selection=SELECTION),
-            Case("vespo", 0.0, "ragged", parallel, 60, adaptive=True),
+    if size == "small":  # each objective in one of the ways, with and without a KL
+        chosen = [*losses[::3], *others]
+        return [
+            dataclasses.replace(case, parallel=parallel, budget=budget)
+            for case, (parallel, budget) in zip(chosen, itertools.cycle(ways[1:] + ways[:1]), strict=False)
         ]
-    return every if size == "whole" or count == 2 else every[::3]
+    every = [
+        dataclasses.replace(case, parallel=parallel, budget=budget) for case in losses for parallel, budget in ways
+    ]
+    return every + [
+        dataclasses.replace(case, parallel=parallel, budget=60) for case in others for parallel in dict(ways)
+    ]
 
 
 def trajectory(case, ranks=ALONE):

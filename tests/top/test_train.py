@@ -1,6 +1,7 @@
 """From a command line to a trainer: data, rewards, and the task's own policy where no model is named."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -8,9 +9,41 @@ import pytest
 import tiny
 from paths import DATA, ROOT
 
+import fastgrpo
 from fastgrpo import train
+from fastgrpo.__main__ import COMMANDS
+from fastgrpo.__main__ import main as overview
 from fastgrpo.config.recipe import parse
 from fastgrpo.tasks import arithmetic
+
+
+def imported(*argv):
+    """What a command prints first, and the modules that it loads."""
+    command = [sys.executable, "-X", "importtime", "-m", *argv]
+    told = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    return told.stdout.splitlines()[0], {line.rpartition("|")[2].strip() for line in told.stderr.splitlines()}
+
+
+def test_the_version_comes_without_torch_and_help_without_transformers():
+    first, loaded = imported("fastgrpo", "--version")
+    assert first == f"fastgrpo {fastgrpo.__version__}"
+    assert "fastgrpo" in loaded and not loaded & {"torch", "transformers", "fastgrpo.config"}
+    first, loaded = imported("fastgrpo.train", "--help")
+    assert first.startswith("usage: ") and "fastgrpo.config" in loaded and "transformers" not in loaded
+
+
+def test_the_commands_are_listed(capsys):
+    """Every module beside the wings is one, but for ranks.py, and docs/commands.md has the same table."""
+    for argv in ([], ["-h"]):
+        assert overview(argv) == 0
+        listed = re.findall(r"python -m fastgrpo\.(\w+) +(\S.+)", capsys.readouterr().out)
+        assert [name for name, _ in listed] == list(COMMANDS)
+    modules = {path.stem for path in (ROOT / "fastgrpo").glob("*.py") if not path.stem.startswith("_")}
+    assert set(COMMANDS) == modules - {"ranks"}
+    table = re.findall(r"\| `python -m fastgrpo\.(\w+)", (ROOT / "docs" / "commands.md").read_text())
+    assert table == list(COMMANDS)
+    for argv in (["train", "--beta", "0"], ["--versoin"], ["--version", "now"]):
+        assert overview(argv) == 2 and capsys.readouterr().err.startswith("error: ")
 
 
 def test_flags_reach_the_trainer(tmp_path, monkeypatch, capsys):
@@ -40,24 +73,8 @@ def test_without_a_model_the_tasks_own_is_warm_started(tmp_path, monkeypatch, ca
     trainer.log.close()
     assert trainer.model.config.vocab_size == 258 and trainer.log.dir == tmp_path / "run"
     assert "warm start: supervised training of the task's own small model" in capsys.readouterr().out
-
-
-def test_a_task_without_a_policy_of_its_own_needs_a_model():
     with pytest.raises(ValueError, match="task gsm8k needs --model_name_or_path"):
         train.make_trainer(parse(["--task", "gsm8k"]))
-
-
-def test_help_does_not_wait_for_transformers():
-    code = """
-import sys
-from fastgrpo import train
-try:
-    train.main(["--help"])
-except SystemExit as stop:
-    print(stop.code, "transformers" in sys.modules)
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert result.stdout.strip().splitlines()[-1] == "0 False", result.stderr
 
 
 def test_r1_runs_with_short_completions(tmp_path, without_curves):
