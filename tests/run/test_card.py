@@ -46,40 +46,31 @@ def test_the_text_says_what_was_done():
     assert "vllm serve FOLDER" in text and "arXiv:2402.03300" in text and "- fastgrpo: 0.1.0" in text
 
 
-def test_without_an_evaluation_there_is_no_accuracy():
-    assert "accuracy" not in card(state=TrainerState(2, 2, 0.5, 64)).replace("`accuracy", "")
-
-
 def test_adapters_name_their_rank_and_library():
-    written = card(adapters=True, use_peft=True, lora_r=8)
+    written = card(adapters=True, use_peft=True, lora_r=8, state=TrainerState(2, 2, 0.5, 64))
     head = ModelCard(written).data.to_dict()
     assert head["library_name"] == "peft" and head["tags"][-1] == "lora"
-    assert "--max-lora-rank 8 --lora-modules NAME=FOLDER" in written and "- peft:" in written
-    assert "with peft installed" in written and "vllm serve FOLDER" not in written
+    assert "--max-lora-rank 8 --lora-modules NAME=FOLDER" in written and "vllm serve FOLDER" not in written
+    assert "accuracy" not in written.replace("`accuracy", "")  # nothing was evaluated
 
 
 def test_supervised_training_cites_no_grpo():
     written = card(SFTConfig, task="sums", max_steps=5)
     assert ModelCard(written).data.tags == ["generated_from_trainer", "fastgrpo", "sft"]
     assert "by supervised training" in written and "2402.03300" not in written
-    assert "7,473 training rows: rows that the task or the caller made." in written
 
 
 def test_no_path_of_the_machine_is_told(tmp_path):
-    """A folder is named by its last part alone, and is neither base_model nor a data set of the hub."""
+    """A folder is named by its last part only, and is neither base_model nor a data set of the hub."""
     base, rows = tmp_path / "secret" / "base", tmp_path / "secret" / "rows.jsonl"
     base.mkdir(parents=True)
     rows.touch()
     settings = {"task": "dataset", "dataset_name": str(rows), "model_name_or_path": str(base)}
     written = card(base=str(base), **settings)
-    assert "`base`, a folder or file, was trained" in written and "`rows.jsonl`" in written
-    assert "secret" not in written
+    assert "`base`, a folder or file, was trained" in written and "`rows.jsonl`" in written and "secret" not in written
     assert not {"base_model", "datasets"} & set(ModelCard(written).data.to_dict())
     assert "A model that was made in Python was trained" in card(base="")
-
-
-def test_a_long_setting_fits_its_cell():
-    written = card(system_prompt="Think | `first`\n\nthen answer. " * 9)
+    written = card(system_prompt="Think | `first`\n\nthen answer. " * 9)  # a long setting fits its cell
     (line,) = [line for line in written.splitlines() if line.startswith("| `system_prompt`")]
     assert "Think \\| 'first' then answer." in line and line.rstrip(" |").endswith("...`")
 
@@ -93,19 +84,14 @@ def test_names_of_the_hub(name, there):
     assert on_hub(name, {}) == there
 
 
-def test_a_folder_that_the_run_reads_is_no_name_of_the_hub():
-    """It is known from the beginning of the run, and a folder of that name that is here now says nothing."""
+def test_a_card_does_not_depend_on_the_working_directory(tmp_path, monkeypatch):
+    """Which folders the run reads is known from its beginning; one of that name that is here now says nothing."""
     read = {"the model": Path("runs/mine"), "the data set": Path("my/rows")}
     assert not on_hub("runs/mine", read) and on_hub("runs/other", read)
     written = card(base="runs/mine", inputs=read, task="dataset", dataset_name="my/rows")
     assert not {"base_model", "datasets"} & set(ModelCard(written).data.to_dict())
-    assert "`mine`, a folder or file, was trained" in written and "training rows: `rows`, a folder" in written
-
-
-def test_a_card_does_not_depend_on_the_working_directory(tmp_path, monkeypatch):
-    """As where the output folder has the name of the base."""
     before = card(base="gpt2")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "gpt2").mkdir()
-    (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
+    for name in ("gpt2", "openai/gsm8k"):
+        (tmp_path / name).mkdir(parents=True)
     assert card(base="gpt2") == before and ModelCard(before).data.base_model == "gpt2"

@@ -43,6 +43,7 @@ RUNS = [f"num_generations={g},seed={s}" for g in (2, 4) for s in (0, 1)]
 
 
 def test_a_run_for_each_combination_and_seed():
+    assert (sys.executable, "-m", "fastgrpo.train") == sweep.COMMAND
     line = "--max_steps 3 --sweep num_generations=2,4 --sweep=learning_rate=1e-4,2e-4 --sweep_seeds 0,7"
     found = take_sweep(line.split())
     assert [(r.config.num_generations, r.config.learning_rate, r.config.seed) for r in found] == [
@@ -82,9 +83,17 @@ def make(tmp_path, monkeypatch, capsys):
     return make
 
 
-def test_every_run_is_made_once(make, tmp_path):
-    told, folder = make(), tmp_path / "sweep"
-    assert "4 runs, 0 of them done already" in told and f"table {folder / 'sweep.csv'}, picture" in told
+def test_every_run_is_made_once_and_a_failure_stops_no_other(make, tmp_path, capsys):
+    folder = tmp_path / "sweep"
+    with pytest.raises(ValueError, match=f"1 of 4 runs failed: {RUNS[1]}; the same command goes on"):
+        make({RUNS[1]: "fail"}, FLAGS + " --quiet")
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith(f"{RUNS[1]}: failed with exit code 1") and told[1:3] == [
+        "  a line",
+        "  error: the reason",
+    ]
+    assert f"table {folder / 'sweep.csv'}, picture {folder / 'sweep.png'}" in told
+    assert "4 runs, 3 of them done already" in make()
     with open(folder / "sweep.csv", newline="") as file:
         first, *rest = csv.DictReader(file)
     assert first == {
@@ -93,20 +102,25 @@ def test_every_run_is_made_once(make, tmp_path):
     } and len(rest) == 3  # fmt: skip
     assert {"sweep.csv", "sweep.png", f"{RUNS[0]}.log"} <= made_in(folder)
     assert (folder / "sweep.png").stat().st_size > 10_000
-    assert "4 of them done already" in make({name: "fail" for name in RUNS})  # and none of them is made again
-    assert "6 runs, 4 of them done already" in make(flags=FLAGS + ",2")  # a larger sweep makes the new runs
     assert (folder / f"{RUNS[0]}.log").read_text() == "a line\n"
-
-
-def test_a_run_that_fails_is_named_and_the_others_go_on(make, tmp_path, capsys):
-    with pytest.raises(ValueError, match=f"1 of 4 runs failed: {RUNS[1]}; the same command goes on"):
-        make({RUNS[1]: "fail"}, FLAGS + " --quiet")
-    folder = tmp_path / "sweep"
-    assert capsys.readouterr().out.splitlines() == [
-        f"{RUNS[1]}: failed with exit code 1; the end of {folder / RUNS[1]}.log:", "  a line", "  error: the reason",
-        f"table {folder / 'sweep.csv'}, picture {folder / 'sweep.png'}",
-    ]  # fmt: skip
-    assert "3 of them done already" in make()
+    # A run is done with its settings only, and a single run leaves the folder of a sweep alone.
+    run = take_sweep(FLAGS.split())[0]
+    assert figures_of(run, folder) and not figures_of(take_sweep([*FLAGS.split(), "--beta", "0.5"])[0], folder)
+    summary, settings = folder / run.name / "summary.json", folder / run.name / "config.json"
+    after = summary.stat().st_mtime + 1
+    os.utime(settings, (after, after))  # as where it was resumed, and goes on
+    assert not figures_of(run, folder)
+    os.utime(settings, (0, 0))
+    for file, text in ((summary, "[]"), (summary, '{"steps": 1'), (summary, "{}"), (settings, "[]")):
+        whole = file.read_text()
+        file.write_text(text)
+        assert not figures_of(run, folder), (file, text)
+        file.write_text(whole)
+    before = sorted(folder.rglob("*"))
+    for changes in ({"resume_from_checkpoint": "auto"}, {"overwrite_output_dir": True}, {}):
+        with pytest.raises(ValueError, match=f"output_dir {folder} holds a sweep"):
+            open_run(GRPOConfig(output_dir=str(folder), **changes), print)
+    assert sorted(folder.rglob("*")) == before
 
 
 @pytest.mark.parametrize("number, error", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
@@ -126,32 +140,7 @@ def test_a_signal_stops_the_runs(make, tmp_path, capsys, number, error):
     assert "0 of them done already" in make()
 
 
-def test_a_run_is_done_with_its_settings_only(make, tmp_path):
-    make()
-    run, folder = take_sweep(FLAGS.split())[0], tmp_path / "sweep"
-    assert figures_of(run, folder) and not figures_of(take_sweep([*FLAGS.split(), "--beta", "0.5"])[0], folder)
-    summary, settings = folder / run.name / "summary.json", folder / run.name / "config.json"
-    after = summary.stat().st_mtime + 1
-    os.utime(settings, (after, after))  # as where it was resumed, and goes on
-    assert not figures_of(run, folder)
-    os.utime(settings, (0, 0))
-    for file, text in ((summary, "[]"), (summary, '{"steps": 1'), (summary, "{}"), (settings, "[]")):
-        whole = file.read_text()
-        file.write_text(text)
-        assert not figures_of(run, folder), (file, text)
-        file.write_text(whole)
-
-
-def test_a_single_run_leaves_the_folder_of_a_sweep_alone(make, tmp_path):
-    make(flags="--max_steps 1 --sweep_seeds 0")
-    path = tmp_path / "sweep"
-    before = sorted(path.rglob("*"))
-    for changes in ({"resume_from_checkpoint": "auto"}, {"overwrite_output_dir": True}, {}):
-        with pytest.raises(ValueError, match=f"output_dir {path} holds a sweep; choose another output_dir"):
-            open_run(GRPOConfig(output_dir=str(path), **changes), print)
-    assert sorted(path.rglob("*")) == before
-
-
+@pytest.mark.slow
 def test_a_sweep_of_real_runs(tmp_path, monkeypatch, capfd):
     """Through the command line, in a process; a second sweep finds the folder in use, or the run done."""
     model = tiny.save(tmp_path / "model")

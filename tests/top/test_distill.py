@@ -7,11 +7,15 @@ import pytest
 import tiny
 from mistakes import check
 from ranks import start
+from samples import answer
 
 from fastgrpo import distill
+from fastgrpo.config.settings import SelectionConfig
+from fastgrpo.data.records import Prompt
 from fastgrpo.data.rows import Rows
-from fastgrpo.distill import parse
+from fastgrpo.distill import REASONS, parse, repetition, select
 from fastgrpo.evaluation import heldout
+from fastgrpo.rewards.call import Rewards
 
 OWN = """
 def right(completions, prompts, **columns):
@@ -29,6 +33,8 @@ def raises(prompts, **columns):
 SMALL = """
 import sys
 from fastgrpo import distill
+from fastgrpo.config.settings import SelectionConfig
+from fastgrpo.data.records import Prompt
 from fastgrpo.evaluation import heldout
 
 distill.CHUNK = 2
@@ -54,8 +60,10 @@ def given(tmp_path, monkeypatch):
     ).split()
 
 
-def test_what_is_right_is_written_in_the_form_that_supervised_training_reads(given, tmp_path, capsys):
-    assert distill.main(given) == 0
+def test_what_is_right_is_written_in_the_form_that_supervised_training_reads(given, tmp_path, capsys, monkeypatch):
+    asked = []  # the teacher has the layers of a training run
+    monkeypatch.setattr("fastgrpo.policy.load.apply_liger", lambda model, wanted: asked.append(wanted))
+    assert distill.main(given) == 0 and asked == [None]
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert rows and {row["prompt"] for row in rows} <= {"ab", "c", "defg"}
     for row in rows:
@@ -69,14 +77,6 @@ def test_what_is_right_is_written_in_the_form_that_supervised_training_reads(giv
     again = [*given[:-3], str(tmp_path / "again.jsonl"), *given[-2:]]
     assert distill.main(again) == 0  # the same seed draws the same
     assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "out.jsonl").read_bytes()
-
-
-def test_the_teacher_has_the_layers_of_a_training_run(given, monkeypatch):
-    """`apply_liger` decides by the device and the package; here it is only seen to be asked."""
-    asked = []
-    monkeypatch.setattr("fastgrpo.policy.load.apply_liger", lambda model, wanted: asked.append((model, wanted)))
-    assert distill.main(given) == 0
-    assert [(type(model).__name__, wanted) for model, wanted in asked] == [("Qwen2ForCausalLM", None)]
 
 
 def test_each_prompt_is_completed_once_and_a_limit_chooses_at_random():
@@ -107,6 +107,7 @@ def test_mistakes(given, tmp_path, capfd):
     check(distill.main, given[:-2], "has no reward functions of its own: pass --reward_funcs", capfd)
 
 
+@pytest.mark.slow
 def test_two_processes_keep_what_one_keeps(given, tmp_path, capsys):
     """The second chunk has one prompt, so that rank 1 has none."""
     assert distill.main(given) == 0
@@ -128,3 +129,71 @@ def test_a_reward_that_fails_on_one_rank_ends_all_of_them(given, tmp_path):
         assert job.wait() == 1, job.told()  # of torchrun, whatever the code of a rank
         assert "no verdict on c" in job.rank(1) and "rank 1 failed: ValueError" in job.rank(0)
     assert not (tmp_path / "out.jsonl").exists()
+
+
+# Which completions are kept, and why the others are not.
+LIMITS = SelectionConfig(max_per_prompt=2, repetition_n_grams=2, max_repetition=0.5)
+
+
+def right(completions, **columns):
+    return [float("right" in text or not text) for text in completions]
+
+
+def neat_format_reward(completions, **columns):
+    return [0.1 + 0.2 if "neat" in text else 0.0 for text in completions]
+
+
+neat_format_reward.full_mark = 0.3
+
+
+def long(completions, **columns):
+    return [len(text) / 100 for text in completions]
+
+
+def judged(*drawn):
+    """Completions of (prompt, text, finish reason, ids), judged."""
+    rewards = Rewards([right, neat_format_reward, long])
+    completions = [answer(Prompt([1], prompt), ids, text, reason=reason) for prompt, text, reason, ids in drawn]
+    return rewards(completions).completions, rewards
+
+
+def test_completions_are_dropped_for_these_reasons():
+    ids = [1, 2, 3, 4]
+    completions, rewards = judged(
+        ("a", "wrong neat", "stop", ids),
+        ("a", "", "stop", ids[:1]),
+        ("a", "right untidy", "stop", ids),
+        ("a", "right neat, cut", "length", ids),
+        ("a", "right neat, again and again", "stop", [1, 2] * 4),
+        ("a", "right neat 1", "stop", ids),
+        ("a", "right neat 1", "stop", ids),
+        ("b", "right neat 1", "stop", ids),  # the same text after another prompt is no duplicate
+        ("c", "right neat", "stop", ids),
+        ("c", "right neat, longer", "stop", ids),
+        ("c", "right neat, the longest", "stop", ids),
+    )
+    kept, dropped = select(completions, rewards, LIMITS)
+    assert [completion.content for completion, _ in kept] == [
+        "right neat 1", "right neat 1", "right neat, longer", "right neat, the longest",
+    ]  # fmt: skip
+    assert dropped == dict.fromkeys(REASONS, 1)
+    assert abs(kept[0][1] - (1 + 0.3 + 0.12)) < 1e-9  # its total reward
+
+
+def test_the_best_are_kept_and_of_equal_ones_the_first():
+    completions, rewards = judged(*(("a", f"right neat {i}", "stop", [1, 2, i]) for i in range(4)))
+    kept, dropped = select(completions, rewards, LIMITS)
+    assert [completion.content[-1] for completion, _ in kept] == ["0", "1"]
+    assert dropped == {"beyond max_per_prompt": 2}
+    # without a verdict a completion is wrong
+    completions, _ = judged(("a", "right neat", "stop", [1, 2]))
+    rewards = Rewards([lambda completions, **columns: [None] * len(completions)])
+    unjudged = rewards(completions, allow_none=True).completions
+    assert select(unjudged, rewards, LIMITS) == ([], {"wrong": 1})
+
+
+def test_repetition_counts_runs_that_occur_again():
+    assert repetition([1, 2, 3, 4], 2) == 0.0
+    assert repetition([1, 2, 1, 2, 1], 2) == 0.5  # 12 21 12 21
+    assert repetition([7] * 9, 1) == 1 - 1 / 9
+    assert repetition([1, 2], 3) == 0.0 == repetition([], 1)

@@ -3,6 +3,7 @@
 import re
 import socket
 
+import pytest
 import tiny
 import torch
 from ranks import start
@@ -12,38 +13,28 @@ from fastgrpo import doctor
 from fastgrpo.trainer.memory import gib
 
 
-def test_the_table(tmp_path, capsys):
+def test_the_tables(tmp_path, capsys):
     path = str(tiny.save(tmp_path / "model"))
     assert doctor.main(["--model", path, "--beta", "0.04", "--num_generations", "16", "--dtype", "bfloat16"]) == 0
     out = capsys.readouterr().out
     for name in ("torch", "transformers", "triton", "kernels", "attention", f"memory of {path} in bfloat16", "policy",
                  "gradients", "optimizer", "a copy of the policy", "keys and values", "head", "in all"):  # fmt: skip
         assert name in out, name
-
-
-def test_without_a_model(capsys):
-    assert doctor.main([]) == 0
-    out = capsys.readouterr().out
-    assert torch.__version__ in out and "memory of" not in out
-    assert re.search("attention in training +torch's, padded", out) and re.search(
-        "attention in rollouts +products", out
-    )
+    assert torch.__version__ in out and re.search("attention in rollouts +products", out)
 
 
 MISSING = ("wandb", "datasets", "triton", "flash-attn", "liger-kernel")
 
 
-def test_what_is_missing_is_named_with_its_remedy(monkeypatch, capsys):
+def test_missing_packages_are_named_with_their_remedy(monkeypatch, capsys):
     installed = doctor.installed
     monkeypatch.setattr(doctor, "installed", lambda name: None if name in MISSING else installed(name))
     assert doctor.main([]) == 2
     out, err = capsys.readouterr()
-    assert "missing, for --report_to wandb: pip install wandb" in out
-    assert "missing, for data sets of the hub: pip install 'fastgrpo[train]'" in out
-    assert "missing, for the fused kernels on GPUs (without it: the chunked path): pip install triton" in out
-    assert "PyTorch's own FlashAttention): pip install flash-attn --no-build-isolation" in out
-    assert "SwiGLU on GPUs: pip install 'fastgrpo[train]'" in out
-    assert "error: training needs datasets: pip install 'fastgrpo[train]'" in err
+    for remedy in ("wandb: pip install wandb", "pip install 'fastgrpo[train]'", "pip install triton",
+                   "pip install flash-attn --no-build-isolation"):  # fmt: skip
+        assert remedy in out
+    assert "memory of" not in out and "error: training needs datasets: pip install 'fastgrpo[train]'" in err
 
 
 def test_a_gpu_is_described(monkeypatch):
@@ -86,12 +77,13 @@ def test_reward_models_are_planned_by_their_configs(tmp_path):
     assert gib(needed + 4 * sum(parameter.numel() for parameter in token.parameters())) in line
 
 
-def test_a_model_whose_memory_cannot_be_computed_is_told_so(tmp_path):
+def test_a_model_whose_memory_cannot_be_computed_is_named(tmp_path):
     MambaConfig(vocab_size=64, hidden_size=32).save_pretrained(tmp_path)
     told = doctor.memory(["--model_name_or_path", str(tmp_path), "--device", "cpu"])
-    assert told.endswith("cannot be computed: the model has no num_attention_heads in its config that all layers share")
+    assert "cannot be computed: the model has no num_attention_heads" in told
 
 
+@pytest.mark.slow
 def test_several_ranks_are_shown_once_with_the_plan_on_each(tmp_path):
     path = tiny.save(tmp_path / "model")
     flags = ("--model", path, "--parallel", "fsdp2", "--device", "cpu", "--dtype", "bfloat16")

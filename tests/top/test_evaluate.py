@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import tiny
@@ -18,7 +19,6 @@ from fastgrpo.evaluation import heldout
 from fastgrpo.evaluation.estimators import wilson
 from fastgrpo.evaluation.heldout import comparison, draws_reported, evaluate
 from fastgrpo.policy.model import Policy
-from fastgrpo.rewards.answers import final_answer
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.gsm8k import correctness, format_reward
 from fastgrpo.rollout.engine import RolloutEngine
@@ -91,19 +91,25 @@ def test_every_mean_has_its_interval():
     assert set(result.intervals) == set(result.values) - {"eval/time"}
     for name, (low, high) in result.intervals.items():
         assert low <= result.values[name] <= high, name
-    assert result.intervals["eval/accuracy"] == wilson(1, 2)
     metrics = result.metrics()
     assert (metrics["eval/accuracy/ci95_low"], metrics["eval/accuracy/ci95_high"]) == wilson(1, 2)
     assert "accuracy 0.500 [0.095, 0.905]" in result.summary() and "maj@4" in result.summary()
-    assert "@2" not in result.summary()
+    lines = comparison(["a", "b"], [result, heldout.Evaluation({"eval/accuracy": 0.25}, {}, [], [])])
+    assert lines[:2] == [["metric", "a", "b"], ["accuracy", "0.500 [0.095, 0.905]", "0.250"]]
+
+
+def run(greedy, draws, reward=correctness, rows=None, **errors):
+    """Evaluate these completions of problems whose answer is 42."""
+    engine = Script(greedy, draws)
+    rows = rows or [{"prompt": f"{i}?", "answer": "#### 42"} for i in range(len(greedy))]
+    count = len(draws) // len(greedy)
+    rewards = Rewards(reward, **errors)
+    return evaluate(engine, engine.tokenizer, rows, rewards, SamplingParams(max_tokens=50), STATE, None, count)
 
 
 def test_shares_that_are_alike_for_every_problem_are_not_certain():
     """Resamples of equal values are equal: no problem solved in 3 is no proof that none ever will be."""
-    rows = [{"prompt": f"{i}?", "answer": "#### 42"} for i in range(3)]
-    engine = Script(["7"] * 3, ["7"] * 12)
-    sampling = SamplingParams(temperature=1.0, max_tokens=50)
-    result = evaluate(engine, engine.tokenizer, rows, Rewards([correctness, format_reward]), sampling, STATE, None, 4)
+    result = run(["7"] * 3, ["7"] * 12, [correctness, format_reward])
     for name in (
         "accuracy",
         "pass@1",
@@ -114,12 +120,7 @@ def test_shares_that_are_alike_for_every_problem_are_not_certain():
         "sampled/clipped_ratio",
     ):
         assert result.intervals[f"eval/{name}"] == wilson(0, 3), name
-
-
-def test_one_problem_alone_has_no_interval_but_that_of_a_share():
-    engine = Script(["7"], ["42", "7", "7", "7"])
-    rows, sampling = [{"prompt": "6x7?", "answer": "#### 42"}], SamplingParams(max_tokens=50)
-    result = evaluate(engine, engine.tokenizer, rows, Rewards(correctness), sampling, STATE, None, 4)
+    result = run(["7"], ["42", "7", "7", "7"])  # one problem has no interval but that of a share
     assert result.values["eval/pass@1"] == 0.25 and "eval/pass@1" not in result.intervals
     assert result.intervals["eval/accuracy"] == wilson(0, 1) and "pass@1 0.250, pass@4" in result.summary()
 
@@ -130,9 +131,7 @@ def test_what_reward_functions_log_is_measured_too():
             log_metric("sevens", text.count("7"))
         return [0.0] * len(completions)
 
-    engine = Script(["77", "1"], ["7", "7", "1", "7"])
-    rows, sampling = [{"prompt": "6x7?"}, {"prompt": "1?"}], SamplingParams(max_tokens=50)
-    values = evaluate(engine, engine.tokenizer, rows, Rewards(judge), sampling, STATE, None, 2).values
+    values = run(["77", "1"], ["7", "7", "1", "7"], judge).values
     assert (values["eval/sevens"], values["eval/sampled/sevens"]) == (1.0, 0.75)
 
 
@@ -141,57 +140,38 @@ def test_every_completion_is_kept():
     assert [row["draw"] for row in rows] == ["greedy", "greedy", 0, 1, 2, 3, 0, 1, 2, 3]
     assert [row["problem"] for row in rows] == [0, 1, 0, 0, 0, 0, 1, 1, 1, 1]
     assert rows[1] == {
-        "problem": 1,
-        "draw": "greedy",
-        "prompt": "6x7 again?",
-        "completion": "<answer>7</answer>",
-        "right": False,
-        "rewards": {"correctness": 0.0, "format_reward": pytest.approx(0.3)},
-        "finish_reason": "stop",
-        "tokens": 18,
-    }
+        "problem": 1, "draw": "greedy", "prompt": "6x7 again?", "completion": "<answer>7</answer>", "right": False,
+        "rewards": {"correctness": 0.0, "format_reward": pytest.approx(0.3)}, "finish_reason": "stop", "tokens": 18,
+    }  # fmt: skip
 
 
-def test_a_reward_that_was_not_given_is_left_out_of_its_mean():
+def test_missing_rewards_votes_and_failures():
     def some(completions, **_):
         return [1.0, None]
 
     def never(completions, **_):
         return [None, None]
 
-    engine = Script(["a", "b"], [])
-    rewards = Rewards([some, never])
-    result = evaluate(engine, engine.tokenizer, [{"prompt": "p"}] * 2, rewards, SamplingParams(max_tokens=5), STATE)
+    result = run(["a", "b"], [], [some, never])
     assert result.values["eval/rewards/some/mean"] == 1.0 and result.values["eval/accuracy"] == 0.5
     assert "eval/rewards/never/mean" not in result.values and "eval/format_rate" not in result.values
     assert result.rows[1]["rewards"] == {"some": None, "never": None}
     assert not any(math.isnan(value) for value in result.metrics().values())
 
-
-def test_answers_that_nobody_can_count_have_no_majority():
     def letter(completions, **_):
         return [float(text == "The answer is B") for text in completions]
 
-    engine = Script(["The answer is B"], ["The answer is B"] * 3 + ["The answer is C"])
-    rows = [{"prompt": "A, B or C?"}]
-    result = evaluate(engine, engine.tokenizer, rows, Rewards([letter]), SamplingParams(max_tokens=50), STATE, None, 4)
+    result = run(["The answer is B"], ["The answer is B"] * 3 + ["The answer is C"], letter)  # nobody can count these
     assert result.values["eval/pass@4"] == 1.0 and not any("maj@" in name for name in result.values)
     assert result.summary().count("note: maj@k is left out") == 1
 
-
-def test_failures_of_a_reward_function_are_told():
     def moody(completions, **_):
         return [float("nan") if text == "?" else 1.0 for text in completions]
 
-    engine = Script(["?", "a"], ["?", "?", "a", "?"])
-    rows = [{"prompt": "x"}, {"prompt": "y"}]
-    result = evaluate(
-        engine, engine.tokenizer, rows, Rewards([moody], on_error="skip"), SamplingParams(max_tokens=50), STATE, None, 2
-    )
+    result = run(["?", "a"], ["?", "?", "a", "?"], moody, on_error="skip")
     assert result.values["eval/rewards/moody/errors"] == 1 and result.values["eval/sampled/rewards/moody/errors"] == 3
     assert result.values["eval/accuracy"] == 0.5
     assert "'moody' failed on 1 of 2 held-out completions" in result.summary()
-    assert "'moody' failed on 3 of 4 held-out completions" in result.summary()
 
 
 def test_the_draws_follow_the_engine():
@@ -221,29 +201,14 @@ def test_ks(count, ks):
     assert draws_reported(count) == ks
 
 
-@pytest.mark.parametrize(
-    "text, answer",
-    [
-        ("7+8=15 4+3+1=8 85", 85),
-        ("#### 1,234.0", 1234),
-        (r"\boxed{x + 1}", "x+1"),
-        ("<answer></answer>", None),
-        ("?", None),
-    ],
-)
-def test_final_answers(text, answer):
-    assert final_answer(text) == answer
-
-
-def test_one_table_over_several_models():
-    result, _ = measured()
-    lines = comparison(["a", "b"], [result, heldout.Evaluation({"eval/accuracy": 0.25}, {}, [], [])])
-    assert lines[0] == ["metric", "a", "b"] and lines[1] == ["accuracy", "0.500 [0.095, 0.905]", "0.250"]
-    assert {len(line) for line in lines} == {3}
-
-
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capfd, monkeypatch):
+    """It needs no training data, has the layers of training, and passes on no advice of transformers."""
+    asked = []
+    monkeypatch.setattr("fastgrpo.policy.load.apply_liger", lambda model, wanted: asked.append(wanted))
     models = [str(tiny.save(tmp_path / name, seed=seed)) for seed, name in enumerate(("one", "two"))]
+    for model in models:
+        file = Path(model) / "tokenizer_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "clean_up_tokenization_spaces": True}))
     rows = tmp_path / "problems.jsonl"
     rows.write_text("".join(json.dumps({"question": f"{i}+1?", "answer": f"#### {i + 1}"}) + "\n" for i in range(5)))
     output = tmp_path / "completions.jsonl"
@@ -251,8 +216,10 @@ def test_the_command(tmp_path, capsys):
     argv += ["--system_prompt", "", "--eval_num_generations", "2", "--temperature", "0.9", "--top_p", "0.9"]
     argv += ["--top_k", "20", "--max_completion_length", "4", "--output", str(output)]
     assert main(argv) == 0
-    table = capsys.readouterr().out
-    assert all(model in table for model in models)
+    table, err = capfd.readouterr()
+    assert all(model in table for model in models) and asked == [None] * 2
+    told = [line for line in re.split("[\r\n]", err) if line.strip() and "%|" not in line]
+    assert [line.partition(":")[0] for line in told] == models, err
     for name in ("accuracy", "pass@1", "pass@2", "maj@2", "sampled/rewards/length_reward/mean", "format_rate"):
         assert f"| {name} " in table, name
     written = [json.loads(line) for line in output.read_text().splitlines()]
@@ -302,33 +269,6 @@ def test_the_settings_are_those_of_training():
     assert not {"learning_rate", "num_generations", "dataset_train_split"} & {*dir(config)}
     with pytest.raises(ValueError, match="max_num_seqs=4 must be at least eval_num_generations=8"):
         EvaluateConfig(models="m", max_num_seqs=4, eval_num_generations=8)
-
-
-def test_the_layers_are_those_of_a_training_run(tmp_path, monkeypatch):
-    """`apply_liger` decides by the device and the package for both; here it is only seen to be asked."""
-    asked = []
-    monkeypatch.setattr("fastgrpo.policy.load.apply_liger", lambda model, wanted: asked.append((model, wanted)))
-    tiny.save(tmp_path / "model")
-    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n")
-    argv = [str(tmp_path / "model"), "--task", "gsm8k", "--dataset_name", str(tmp_path), "--device", "cpu"]
-    assert main([*argv, "--max_completion_length", "2"]) == 0
-    assert [(type(model).__name__, wanted) for model, wanted in asked] == [("Qwen2ForCausalLM", None)]
-
-
-def test_no_training_data_is_needed(tmp_path, capfd):
-    """Nor does the command pass on what transformers advises: a person cannot act on it."""
-    model = tmp_path / "model"
-    tiny.save(model)
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps({**settings, "clean_up_tokenization_spaces": True}))
-    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n")
-    argv = [str(model), "--task", "gsm8k", "--dataset_name", str(tmp_path), "--device", "cpu"]
-    assert main([*argv, "--max_completion_length", "4"]) == 0
-    out, err = capfd.readouterr()
-    assert "| accuracy " in out
-    told = [line for line in re.split("[\r\n]", err) if line.strip() and "%|" not in line]
-    assert len(told) == 1 and told[0].startswith(f"{model}: accuracy 0.000"), err
-    assert "Loading weights" not in err
 
 
 def test_two_processes_give_the_completions_and_the_table_of_one(tmp_path, capsys):
