@@ -4,27 +4,19 @@ import errno
 import importlib
 import io
 import json
-import logging
 import os
 import re
 import shutil
 import subprocess
-import sys
-from types import SimpleNamespace
 
 import pytest
-import tiny
 import torch
-from transformers import AutoTokenizer
-from transformers.utils import logging as advice
 
 from fastgrpo import distill, train
 from fastgrpo.__main__ import COMMANDS
 from fastgrpo.config import command
-from fastgrpo.config.command import LEFT, Guarded, escape_controls, prepare_streams, reader_left, run_command
-from fastgrpo.config.fields import settings_class
+from fastgrpo.config.command import LEFT, escape_controls, prepare_streams, reader_left, run_command
 from fastgrpo.config.recipe import parse
-from fastgrpo.config.settings import Settings
 
 
 def raising(error):
@@ -56,23 +48,6 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(argv, named, encoding, monkeyp
     assert train.main(argv) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("error: ") and re.search(named, line)
-
-
-@settings_class
-class Toy(Settings):
-    name: str
-    """Name of the toy."""
-    count: int = 1
-    """How many there are."""
-
-
-def test_a_setting_without_default_is_positional():
-    options = {"prog": "toy", "description": "Toys.", "aliases": {"-n": "--count"}}
-    assert command.parse_flags(Toy, ["ball", "-n", "3"], **options) == Toy(name="ball", count=3)
-    with pytest.raises(ValueError, match="an argument is missing: Name of the toy"):
-        command.parse_flags(Toy, [], **options)
-    with pytest.raises(ValueError, match="did you mean --count"):
-        command.parse_flags(Toy, ["ball", "--cont", "3"], **options)
 
 
 def test_a_boolean_without_a_value_is_true():
@@ -169,24 +144,6 @@ def test_some_variables_of_a_launcher_are_no_launcher(monkeypatch, lacking, seve
     assert not command.several_processes()
 
 
-def test_advice_of_libraries_is_silent_unless_asked_for(tmp_path, monkeypatch):
-    tiny.save(tmp_path)
-    before, bars = advice.get_verbosity(), advice.is_progress_bar_enabled()
-    try:
-        advice.set_verbosity_warning()
-        command.quiet_libraries()
-        assert advice.get_verbosity() == logging.ERROR and not advice.is_progress_bar_enabled()
-        AutoTokenizer.from_pretrained(tmp_path).decode([5])
-        advice.set_verbosity_warning()
-        monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "warning")
-        command.quiet_libraries()
-        assert advice.get_verbosity() == logging.WARNING
-    finally:
-        advice.set_verbosity(before)
-        if bars:
-            advice.enable_progress_bar()
-
-
 @pytest.fixture
 def pipe(monkeypatch):
     """Make a pipe the stdout: the stream and its reading end. Called inside of a test, after pytest has set its own."""
@@ -203,24 +160,6 @@ def pipe(monkeypatch):
     streams[0].close()
 
 
-def test_every_text_is_printed_at_once(pipe):
-    _, reading = pipe()
-    print("caf\u00e9 \ud800")
-    assert os.read(reading, 100) == rb"caf\xe9 \ud800" + b"\n"
-    os.close(reading)
-
-
-def test_a_command_without_streams_runs(monkeypatch):
-    monkeypatch.setattr("sys.stdout", io.StringIO())
-    prepare_streams()
-    assert not reader_left()
-    monkeypatch.setattr("sys.stdout", None)
-    monkeypatch.setattr("sys.stderr", None)
-    assert run_command(lambda argv: print("x"), []) == 0
-    with sys.stdout, sys.stderr:
-        assert sys.stdout.name == sys.stderr.name == os.devnull
-
-
 def test_a_command_whose_reader_has_left_ends_quietly(pipe, capfd):
     _, reading = pipe()
     assert not reader_left()
@@ -229,22 +168,6 @@ def test_a_command_whose_reader_has_left_ends_quietly(pipe, capfd):
     assert capfd.readouterr().err == ""
     print("dropped")
     assert not reader_left()
-
-
-def test_a_guarded_stream_reports_once_and_drops_the_rest(pipe):
-    stream, reading = pipe()
-    reports = []
-    guarded = Guarded(stream, lambda: reports.append("left"))
-    assert guarded.write("kept\n") == 5 and os.read(reading, 100) == b"kept\n"
-    assert guarded.encoding == "ascii" and guarded.fileno() == stream.fileno()
-    os.close(reading)
-    assert guarded.write("lost\n") == 5
-    guarded.write("x")
-    guarded.flush()
-    assert reports == ["left"]
-    without_flush = Guarded(SimpleNamespace(write=len), lambda: reports.append("left"))
-    without_flush.flush()
-    assert without_flush.write("abc") == 3 and reports == ["left"]
 
 
 @pytest.mark.parametrize(

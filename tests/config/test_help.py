@@ -6,7 +6,6 @@ Read the difference before it is committed.
 """
 
 import contextlib
-import dataclasses
 import importlib
 import io
 import os
@@ -15,8 +14,6 @@ from pathlib import Path
 from fastgrpo import __version__
 from fastgrpo.__main__ import COMMANDS
 from fastgrpo.__main__ import main as overview
-from fastgrpo.config.command import FIRST
-from fastgrpo.config.settings import SFTConfig, TrainConfig
 
 HELP = Path(__file__).with_name("help.txt")
 
@@ -37,19 +34,6 @@ def written() -> str:
 def test_help_is_what_the_snapshot_holds(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     assert written().splitlines() == HELP.read_text().splitlines(), "make settings writes tests/config/help.txt anew"
-
-
-def test_help_of_training_fits_on_two_screens(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    told = dict(part.split("\n", 1) for part in ("\n" + written()).split("\n$ ")[1:])
-    for name in ("train", "sft"):
-        lines = told[f"python -m fastgrpo.{name} --help"].splitlines()
-        assert len(lines) <= 100 and max(map(len, lines)) <= 100
-    assert {*FIRST.split()} <= {
-        field.name for record in (TrainConfig, SFTConfig) for field in dataclasses.fields(record)
-    }
-    every = told["python -m fastgrpo.train --help-all"].replace("\n", " ")
-    assert all(f"--{field.name} " in every for field in dataclasses.fields(TrainConfig))
 
 
 if __name__ == "__main__":

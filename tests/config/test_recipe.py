@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastgrpo.config.recipe import RECIPES, load_yaml, parse, read_yaml, take_flag, task_defaults
+from fastgrpo.config.recipe import RECIPES, load_yaml, parse, read_yaml, task_defaults
 from fastgrpo.config.settings import GRPOConfig, SFTConfig
 from fastgrpo.tasks import find_task
 
@@ -66,16 +66,6 @@ def test_flags_go_before_the_file_before_the_recipe_of_the_task(tmp_path):
     assert parse(["--dtype", "bfloat16"]).dtype == "bfloat16" != parse([]).dtype
     assert task_defaults("arithmetic")["max_completion_length"] == 28 and task_defaults("gsm8k") == {}
     assert (parse(["--task", "gsm8k"]).prompts_per_step, parse(["--task", ""]).task) == (8, "")
-
-
-@pytest.mark.parametrize(
-    "argv", [["--task", "gsm8k", "-n", "2"], ["-n", "--task=gsm8k", "2"], ["-n", "2", "--task=gsm8k"]]
-)
-def test_a_flag_is_taken_out_of_the_arguments(argv):
-    assert take_flag(argv, "--task") == (["-n", "2"], "gsm8k")
-    assert take_flag(["-n", "2"], "--task") == (["-n", "2"], None)
-    with pytest.raises(ValueError, match="--task needs a value"):
-        take_flag(["--task"], "--task")
 
 
 def test_numbers_in_yaml_may_lack_their_point(tmp_path):

@@ -128,15 +128,3 @@ def test_the_parser_of_trl_reads_a_file_and_flags(tmp_path):
     argv = ["--dataset_name", "a/b", "--beta", "0.1"]  # ScriptArguments names the data set, so GRPOConfig must not
     script, config = TrlParser((ScriptArguments, GRPOConfig)).parse_args_and_config(argv)
     assert script.dataset_name == "a/b" and config == GRPOConfig(beta=0.1)
-
-
-def test_the_parser_of_transformers_refuses_and_explains(capsys):
-    parser = theirs(GRPOConfig)
-    with pytest.raises(SystemExit):
-        parser.parse_args_into_dataclasses(["--kl", "k9"])
-    assert "k9" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="num_generations must be"):
-        parser.parse_args_into_dataclasses(["--num_generations", "1"])
-    with pytest.raises(SystemExit):
-        parser.parse_args_into_dataclasses(["--help"])
-    assert "KL divergence" in capsys.readouterr().out

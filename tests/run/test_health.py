@@ -189,20 +189,3 @@ def test_ten_in_a_row_end_the_run(tmp_path, idle):
         trainer.train()
     assert trainer.state.global_step == (10 if idle else 12)
     assert sum(row["skipped_updates"] for row in lines(tmp_path / "run" / "metrics.jsonl")) >= 9
-
-
-def test_reward_errors_are_skipped_and_counted(tmp_path, capsys):
-    def moody(completions, **_):
-        seen.append("called")
-        if len(seen) == 2:
-            raise RuntimeError("the judge is down")
-        return ["good", *(float(len(text)) for text in completions[1:])]
-
-    seen = []
-    spoilt_trainer(tmp_path, (), moody, max_steps=3, reward_errors="skip").train()
-    rows = lines(tmp_path / "run" / "metrics.jsonl")
-    assert [row["rewards/moody/errors"] for row in rows] == [1, 8, 1]
-    assert "reward" not in rows[1] and "reward" in rows[0]
-    out = capsys.readouterr().out
-    assert out.count("reward functions fail on some completions") == 1
-    assert out.count("no completion of this step got a reward") == 1

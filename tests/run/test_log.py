@@ -12,7 +12,7 @@ from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.run import log as module
 from fastgrpo.run import metrics
-from fastgrpo.run.log import FollowedLog, RunLog, cells, columns_of, forget_after, open_log, write_parquet
+from fastgrpo.run.log import FollowedLog, RunLog, columns_of, forget_after, open_log, write_parquet
 from fastgrpo.run.metrics import (
     METRICS,
     Summary,
@@ -101,28 +101,6 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, name, package):
     with pytest.raises(ValueError, match=f"report_to {name} .*pip install {name}"):
         make_log(tmp_path, report_to=name)
     make_log(tmp_path).close()  # the run that did not begin left nothing in the way of the next one
-
-
-def test_what_was_opened_before_a_tracker_failed_is_closed(tmp_path, monkeypatch):
-    ended = []
-
-    class First:
-        def __init__(self, config, folder, checkpoint):
-            folder.claim("tensorboard").mkdir()
-
-        def close(self):
-            ended.append((tmp_path / "run" / "tensorboard").is_dir())  # what it made is there until it has ended
-            raise RuntimeError("it cannot end")
-
-    def second(config, folder, checkpoint):
-        raise ValueError("no second tracker")
-
-    monkeypatch.setitem(module.TRACKERS, "tensorboard", First)
-    monkeypatch.setitem(module.TRACKERS, "wandb", second)
-    with pytest.raises(RuntimeError, match="it cannot end") as error:
-        make_log(tmp_path, report_to=("tensorboard", "wandb"))
-    assert str(error.value.__context__) == "no second tracker" and ended == [True]
-    make_log(tmp_path).close()  # the folder is free and empty
 
 
 def test_steps_before_an_error_are_logged(tmp_path):
@@ -319,10 +297,3 @@ def test_completions_after_a_checkpoint_are_deleted(tmp_path):
     forget_after(folder, 2)
     assert sorted(path.name for path in folder.iterdir()) == kept
     forget_after(tmp_path / "none", 2)
-
-
-def test_the_terminal_shows_the_first_completions():
-    shown = cells(columns_of([LINE] * 3), 1)
-    assert shown == [["prompt", "completion", "right", "advantage"], ["1+1=", "2", "1.00", "0.50"]]
-    assert len(cells(columns_of([LINE] * 3), None)) == 4
-    assert cells(columns_of([TALK]), 5)[1] == ["user: 1+1?", "assistant: 2", "", "2", "0.50"]

@@ -123,7 +123,7 @@ def trajectory(case, ranks=ALONE):
     optimizer = MasterAdamW(policy.module, learning_rate=LEARNING_RATE, eps=1e-4)
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=STEPS)
     learner = Learner(policy, optimizer, schedule, max_grad_norm=1.0, max_tokens=case.budget, ranks=ranks)
-    knobs = {"importance_sampling_level": "sequence"} if case.loss_type == "luspo" else {}
+    knobs = {"luspo": {"importance_sampling_level": "sequence"}, "cispo": {"epsilon_high": 5.0}}.get(case.loss_type, {})
     objective = Objective(case.loss_type, beta=case.beta, max_completion_length=200, **knobs, **dict(case.knobs))
     gradients, weights, step = [], [], optimizer.step
 
