@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from transformers import GenerationConfig, IntervalStrategy, SchedulerType
+from transformers import IntervalStrategy, SchedulerType
 
 from fastgrpo.config import recipe, trl
 from fastgrpo.config.settings import GRPOConfig, SFTConfig
@@ -71,22 +71,6 @@ def test_trls_defaults_are_never_refused(defaults):
         GRPOConfig(**{name: default})
     assert changed(**defaults) == {  # TRL's batch of 8 completions is one group, and these defaults are others here
         "prompts_per_step": 1, "gradient_checkpointing": True, "use_liger_kernel": False, "eval_on_start": False,
-    }  # fmt: skip
-
-
-def test_a_script_of_trl():
-    arguments = {
-        "output_dir": "out", "learning_rate": 0.1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
-        "num_generations": 4, "max_completion_length": 8, "report_to": "none", "bf16": False, "use_cpu": True,
-        "logging_steps": 1, "save_strategy": "no", "eval_strategy": "steps", "eval_steps": 2, "max_steps": 3,
-        "log_completions": True, "num_completions_to_print": 2, "remove_unused_columns": False, "scale_rewards": False,
-        "dataloader_num_workers": 2, "optim": "adamw_torch",
-    }  # fmt: skip
-    assert changed(**arguments) == {
-        "output_dir": "out", "learning_rate": 0.1, "prompts_per_step": 2, "num_generations": 4, "logging_steps": 1,
-        "max_completion_length": 8, "dtype": "float32", "device": "cpu", "save_steps": None, "eval_steps": 2,
-        "eval_on_start": False, "max_steps": 3, "scale_rewards": "none", "log_completions": True,
-        "num_completions_to_print": 2,
     }  # fmt: skip
 
 
@@ -280,16 +264,6 @@ def test_other_options_of_generation_are_refused(option, value, remedy):
     for given in ("top_k=3", "[1]", 7, ["top_k"]):
         with pytest.raises(ValueError, match=r"^generation_kwargs must be a dictionary"):
             GRPOConfig(generation_kwargs=given)
-
-
-def test_the_neutral_options_are_those_of_transformers():
-    """Its default turns an option off; do_sample alone, which TRL turns on, does not."""
-    theirs, neutral = GenerationConfig._get_default_generation_params(), trl._NEUTRAL
-    assert {name: theirs[name] for name in neutral.keys() & theirs.keys()} == {
-        name: value for name, value in neutral.items() if name in theirs
-    } | {"do_sample": False}
-    of_vllm = {"n", "max_tokens", "presence_penalty", "frequency_penalty", "stop_token_ids", "stop", "seed"}
-    assert {*trl._DRAWS, *trl._NO_DRAW, *neutral} - of_vllm <= set(vars(GenerationConfig()))
 
 
 def test_the_record_holds_settings_only():

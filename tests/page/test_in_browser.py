@@ -1,13 +1,9 @@
 """The page in Debian's Chromium: what a reader clicks, types and sees, and that no text of a run does anything."""
 
-import random
-
 import pytest
 from chromium import chromium  # noqa: F401, a fixture
 from selenium.webdriver.common.keys import Keys
 from shown_runs import NASTY, TOKENS, row, write_report, write_run
-
-from fastgrpo.page.payload import kept_of, stretches_of
 
 CONTRASTS = """
 const channels = (text) => text.match(/[\\d.]+/g).map(Number);
@@ -265,37 +261,3 @@ def test_the_settings_that_differ_are_found(page):
     assert len(page.all(names)) == 4
     page.type("#settings input[type=search]", "see")
     assert [name.partition(" ")[0] for name in page.all(names)] == ["seed"]
-
-
-def test_the_moving_average_of_a_thinned_curve_is_that_of_the_curve(page):
-    """It begins with the first value. Later, only the oldest stretch of a window counts by its mean."""
-    values = [0.0, 8.0, *(float(random.Random(step).random() + step / 500) for step in range(4_998))]
-    kept = kept_of(values, 300)
-    means, lines = stretches_of(values, kept)
-    thinned = {"value": [values[place] for place in kept], "mean": means, "lines": lines}
-    for window in (7, 100, 1000, 5000):
-        smoothed = page.run("return fastgrpo.smoothed(arguments[0], arguments[1])", thinned, window)
-        assert smoothed[:2] == [0.0, 4.0] and kept[:2] == [0, 1]
-        for place, found in zip(kept, smoothed, strict=True):
-            exact = values[max(0, place + 1 - window) : place + 1]
-            # A stretch, of at most two buckets, may be off its mean by as much as its values spread, which is about 1.
-            off = 1e-9 if place < window else min(window, 2 * 5_000 / 149) / window
-            assert abs(found - sum(exact) / len(exact)) <= off, (window, place)
-
-
-def test_ten_thousand_steps_are_few_points_and_nodes(chromium, tmp_path):  # noqa: F811
-    """What a page costs to open is what it draws, however long the run was."""
-    rows = [row(step, 0, f"answer {step}", i) for step in range(1, 10_001, 100) for i in range(3)]
-    run = write_run(tmp_path / "long", rows, range(1, 10_001))
-    chromium.open(write_report(tmp_path / "long.html", run))
-    chromium.until("return document.querySelectorAll('.js-plotly-plot').length > 0")
-    points = chromium.run("""
-      const drawn = Array.from(document.querySelectorAll(".js-plotly-plot"), (plot) => plot.data);
-      return drawn.flat().map((trace) => [(trace.x || []).length, Math.max(...(trace.x || [0]))]);""")
-    assert points and max(count for count, _ in points) <= 4000 and sum(count for count, _ in points) < 60_000
-    assert 9_990 < max(last for _, last in points) <= 10_000
-    assert chromium.run("return document.querySelectorAll('*').length") < 15_000
-    assert (
-        chromium.run("return document.querySelector('#samples-step').lastChild.text") == "9901"
-        and chromium.console() == []
-    )

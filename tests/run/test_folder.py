@@ -97,16 +97,6 @@ def test_what_takes_the_place_of_something_deleted_is_no_runs(tmp_path):
     assert [path.name for path in run.made()] == ["checkpoint-4"] and run.foreign() == []
 
 
-def test_what_is_renamed_stays_a_runs(tmp_path):
-    run = RunFolder(tmp_path)
-    run.claim("checkpoint-4").mkdir()
-    folder_with(tmp_path, "stale-checkpoint-4")
-    with pytest.raises(ValueError, match="stale-checkpoint-4 was not made by a run"):
-        run.rename("checkpoint-4", "stale-checkpoint-4")
-    assert run.rename("checkpoint-4", "stale-checkpoint-4+") == tmp_path / "stale-checkpoint-4+"
-    assert made_in(tmp_path) == {"stale-checkpoint-4+"}
-
-
 def test_notes_that_are_something_else_are_not_followed(tmp_path):
     (tmp_path / "list").write_text("merged\n")
     folder_with(tmp_path, "merged")

@@ -181,27 +181,6 @@ def test_every_update_of_a_trainer_waits_for_the_copies(tmp_path, monkeypatch):
     assert seen == [(0, True), (1, True)]
 
 
-def test_copies_are_made_where_nothing_can_be_pinned(device, monkeypatch, caplog):
-    """It is tried once, and one line is logged."""
-    tried = []
-
-    def refuse(tensor):
-        tried.append(tensor)
-        if len(tried) > 1:
-            raise RuntimeError("CUDA error: out of memory\nmore of it")
-        return torch.empty_like(tensor)
-
-    monkeypatch.setattr(snapshot, "pinned_like", refuse)
-    weights, copies = [torch.full((1 << 18,), float(value)) for value in range(4)], HostCopies()
-    for _ in range(3):
-        taken = copies.take(weights)
-        device.run(device.side)
-        copies.wait()
-    assert all(torch.equal(copy, weight) for copy, weight in zip(taken, weights, strict=True))
-    (record,) = caplog.records
-    assert len(tried) == 2 and record.getMessage().startswith("3 MiB cannot be pinned")
-
-
 @pytest.mark.gpu
 def test_a_gpu_goes_on_while_it_is_copied():
     weight, busy = torch.ones(1 << 26, device="cuda"), torch.randn(8192, 8192, device="cuda")

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastgrpo.policy.model import Policy
 from fastgrpo.run import profiling
 from fastgrpo.run.metrics import METRICS
-from fastgrpo.run.profiling import STAGES, StageTimer, peak_flops, stage_table, update_flops
+from fastgrpo.run.profiling import STAGES, StageTimer, peak_flops, update_flops
 
 
 @pytest.fixture
@@ -112,17 +112,6 @@ def test_profiling_needs_its_steps(tmp_path, capsys):
         trainer.step()
     assert "5 are left, so this run is not profiled" in capsys.readouterr().out
     assert not (tmp_path / "run" / "trace.json.gz").exists()
-
-
-def test_the_table_shows_means_and_shares():
-    steps = [
-        {**{f"time/{stage}": 0.1 * scale for stage in STAGES}, "step_time": 0.8 * scale, "tokens/s": 1000.0, "mfu": 0.4,
-         "memory/peak_gib": 2.0 * scale}
-        for scale in (1, 3)
-    ]  # fmt: skip
-    *_, step, last = rows = stage_table(steps).splitlines()
-    assert rows[2].split() == ["rollout", "0.2000", "12.5%"] and step.split() == ["step", "1.6000", "100.0%"]
-    assert last.strip() == "1,000 completion tokens/s, MFU of the update 40.0%, peak memory 6.00 GiB"
 
 
 @pytest.mark.parametrize("name, peak", [("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L40S", 362e12),

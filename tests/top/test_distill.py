@@ -23,11 +23,6 @@ def right(completions, prompts, **columns):
 
 def wrong(completions, **columns):
     return [0.0] * len(completions)
-
-def raises(prompts, **columns):
-    if "c" in prompts:
-        raise RuntimeError("no verdict on c")
-    return [1.0] * len(prompts)
 """
 # The command as the fixture `given` has it, for other processes.
 SMALL = """
@@ -119,16 +114,6 @@ def test_two_processes_keep_what_one_keeps(given, tmp_path, capsys):
         two, other = job.rank(0), job.rank(1)
     assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "out.jsonl").read_bytes()
     assert told.replace("out.jsonl", "two.jsonl") in two and not other
-
-
-@pytest.mark.slow
-def test_a_reward_that_fails_on_one_rank_ends_all_of_them(given, tmp_path):
-    """The prompts are ab, c and defg; c is drawn by rank 1."""
-    (tmp_path / "small.py").write_text(SMALL)
-    with start([tmp_path / "small.py", *given[:-1], "distilling_rewards:raises"]) as job:
-        assert job.wait() == 1, job.told()  # of torchrun, whatever the code of a rank
-        assert "no verdict on c" in job.rank(1) and "rank 1 failed: ValueError" in job.rank(0)
-    assert not (tmp_path / "out.jsonl").exists()
 
 
 # Which completions are kept, and why the others are not.

@@ -1,6 +1,5 @@
 """Held-out evaluation: what is measured, and the command."""
 
-import dataclasses
 import json
 import math
 import re
@@ -11,13 +10,11 @@ import tiny
 from ranks import start
 from samples import drawn
 
-from fastgrpo.config.fields import hints
-from fastgrpo.config.settings import TrainConfig
 from fastgrpo.data.records import TrainerState
-from fastgrpo.evaluate import EvaluateConfig, main, parse
+from fastgrpo.evaluate import main, parse
 from fastgrpo.evaluation import heldout
 from fastgrpo.evaluation.estimators import wilson
-from fastgrpo.evaluation.heldout import comparison, draws_reported, evaluate
+from fastgrpo.evaluation.heldout import comparison, evaluate
 from fastgrpo.policy.model import Policy
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.gsm8k import correctness, format_reward
@@ -196,11 +193,6 @@ def test_a_prompt_that_the_model_cannot_hold_is_named():
         evaluate(engine, tiny.tokenizer(), [{"prompt": "x" * 300}], rewards, SamplingParams(max_tokens=5), STATE)
 
 
-@pytest.mark.parametrize("count, ks", [(1, [1]), (4, [1, 2, 4]), (10, [1, 2, 4, 8, 10])])
-def test_ks(count, ks):
-    assert draws_reported(count) == ks
-
-
 def test_the_command(tmp_path, capfd, monkeypatch):
     """It needs no training data, has the layers of training, and passes on no advice of transformers."""
     asked = []
@@ -252,23 +244,6 @@ def test_unstated_flags_are_the_tasks():
     config = parse(["m", "--task", "gsm8k", "--dataset_name", "folder", "--dataset_test_split", "dev"])
     assert (config.models, config.dataset_test_split) == (("m",), "dev")
     assert parse(["m", "--dataset_name", "f.jsonl", "--dataset_test_split", "dev"]).dataset_test_split == "train"
-
-
-def test_the_settings_are_those_of_training():
-    """Each has the meaning, the default and the bounds that it has there, and none is about training."""
-    config = EvaluateConfig(models="m")
-    assert config.models == ("m",)
-    training = {field.name: field for field in dataclasses.fields(TrainConfig)}
-    for field in dataclasses.fields(EvaluateConfig):
-        if field.name not in ("models", "output", "max_eval_samples", "temperature"):
-            other = training[field.name]
-            assert (field.default, field.metadata) == (other.default, other.metadata)
-            assert hints(EvaluateConfig)[field.name] == hints(TrainConfig)[field.name]
-    # A person waits for the evaluations of a run, and asks this command for all rows.
-    assert config.max_eval_samples is None and TrainConfig().max_eval_samples == 500
-    assert not {"learning_rate", "num_generations", "dataset_train_split"} & {*dir(config)}
-    with pytest.raises(ValueError, match="max_num_seqs=4 must be at least eval_num_generations=8"):
-        EvaluateConfig(models="m", max_num_seqs=4, eval_num_generations=8)
 
 
 def test_two_processes_give_the_completions_and_the_table_of_one(tmp_path, capsys):

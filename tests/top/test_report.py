@@ -1,6 +1,5 @@
 """The report of runs: their page and their curves are made, and nothing else is overwritten."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -97,14 +96,3 @@ def test_what_is_made_is_noted_where_the_run_noted_what_it_made(tmp_path, quick,
     assert main([str(tmp_path)]) == 0
     assert (tmp_path / MADE).exists() == noted
     assert made_in(tmp_path) == ({"metrics.jsonl", "curves.png", "report.html"} if noted else set())
-
-
-def test_what_is_no_run_is_named(tmp_path, capsys):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}))
-    (tmp_path / "run" / "curves.png").mkdir()
-    for argv, named in (([], "an argument is missing"), ([str(tmp_path)], "no metrics.jsonl"),
-                        ([str(tmp_path / "run")], "curves.png is a folder")):  # fmt: skip
-        assert main(argv) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and named in error and len(error.strip().splitlines()) == 1

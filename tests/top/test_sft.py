@@ -55,27 +55,3 @@ def test_a_task_alone_has_its_own_recipe(files, task, monkeypatch):
     few = ["--max_steps", "2", "--batch_size", "4", "--eval_num_generations", "2", "--device", "cpu"]
     assert sft.main(["--task", task, "--output_dir", str(files / "run"), *few]) == 0
     assert [row["step"] for row in rows(files / "run") if "eval/pass@1" in row] == [0, 2]
-
-
-MISTAKES = {
-    "a task without rows": ("--task gsm8k --model_name_or_path {0}/model --dataset_name {0}/gsm8k.jsonl",
-                            "task gsm8k has no rows for supervised training; pass --train_file"),
-    "no model": ("--task dataset --dataset_name {0}/train.jsonl", "task dataset needs --model_name_or_path"),
-    "no such file": ("--train_file {0}/none.jsonl", "no such file: .*none.jsonl"),
-    "a row without a completion": ("--train_file {0}/prompts.jsonl", "prompts.jsonl:2: the row has no column 'compl"),
-    "a setting of GRPO": ("--num_generations 4", "num_generations"),
-    "the rows lie in the run's folder": ("--train_file {0}/run/train.jsonl --output_dir {0}/run", "train_file"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes(files, name, capfd):
-    argv, message = MISTAKES[name]
-    (files / "gsm8k.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
-    (files / "prompts.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
-    (files / "run").mkdir()
-    (files / "run" / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    given = argv.format(files).split()
-    if "--output_dir" not in given:
-        given += ["--output_dir", str(files / "new")]
-    check(sft.main, [*SHORT, *given], message, capfd)
