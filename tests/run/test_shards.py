@@ -11,7 +11,6 @@ import shutil
 import pytest
 import tiny
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import forked
 from resumed import write_manifest
@@ -21,12 +20,11 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from toy_parts import about, addresses, differences, draws, make_parts, settings, trained_parts
 from transformers import set_seed
 
-from fastgrpo.ranks import RankLost, Ranks, apart
 from fastgrpo.run import snapshot
 from fastgrpo.run.checkpoint import MANIFEST, verify, write_checkpoint
 from fastgrpo.run.log import open_log
 from fastgrpo.run.resume import newest_good
-from fastgrpo.run.snapshot import HostCopies, Snapshot, read_tensors, restore, share_of, tensors_in
+from fastgrpo.run.snapshot import HostCopies, Snapshot, read_tensors, restore, tensors_in
 
 WRITERS = ("one", "ddp-2", "fsdp2-2", "ddp-4", "fsdp2-4")
 PAIRS = [(name, writer) for name in DTYPES for writer in WRITERS if name == "bf16" or not writer.endswith("2")]
@@ -59,17 +57,6 @@ def test_what_fails_on_one_rank_fails_on_all(ranks):
         lost = f"RankLost: rank {rank} stops after a part: rank 1 failed: KeyError: 'no'; rank 3 failed: KeyError: 'no'"
         mistake = "KeyError: 'no'" if rank in (1, 3) else lost
         assert parts == [first, mistake, "ValueError: no, from ValueError", [0, 1, 2, 3]]
-
-
-def test_a_rank_that_is_lost_while_the_threads_find_each_other_is_named(monkeypatch):
-    def broken(**_):
-        raise dist.DistNetworkError("Connection reset by peer")
-
-    monkeypatch.setattr(dist, "new_group", broken)
-    one = Ranks(0, 2, store=dist.HashStore())
-    one.store.set("cause", json.dumps([1, "KeyError: 'a bug'"]))
-    with pytest.raises(RankLost, match="waits for the group for the checkpoint: rank 1 failed: KeyError: 'a bug'"):
-        apart(one, "checkpoint", 60)
 
 
 def readings(told):
@@ -134,14 +121,6 @@ def test_whole_tensors_are_written_once(ranks):
         for n in (2, 4)
     ]
     assert sum(shares[0]) == pytest.approx(sum(shares[1]), rel=0.01) and max(shares[1]) < 1.5 * min(shares[1])
-
-
-def test_shares_are_of_equal_size_and_leave_nothing_out():
-    tensors = {str(i): torch.zeros(1 + 7 * i % 5) for i in range(40)}
-    shares = [share_of(tensors, Ranks(rank, 3)) for rank in range(3)]
-    assert sorted(name for share in shares for name in share) == sorted(tensors)
-    loads = [sum(tensor.numel() for tensor in share.values()) for share in shares]
-    assert max(loads) - min(loads) <= 5
 
 
 @pytest.fixture
