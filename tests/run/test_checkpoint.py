@@ -455,5 +455,5 @@ class Two(Ranks):
 def test_ranks_that_read_different_things_are_refused():
     refuse_differences(Ranks(), training_rows=("a", 3), held_out_rows="b")
     refuse_differences(Two(1, 2), training_rows=("a", 3), held_out_rows="others")
-    with pytest.raises(ValueError, match="held out rows .* rank 0 .* rank 1"):
+    with pytest.raises(ValueError, match=r"held out rows .* rank 0 .* rank 1"):
         refuse_differences(Two(1, 2), training_rows=("a", 3), held_out_rows="b")
