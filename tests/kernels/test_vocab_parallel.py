@@ -128,19 +128,6 @@ def check_errors(group, sizes):
     assert out.loss == 0 and (leaf.grad == 0).all()
 
 
-def check_bad_targets(group, sizes):
-    """A target that no rank has is NaN on every rank, in its row only. (The public function raises on the CPU.)"""
-    from fastgrpo.kernels import head as head_kernels
-
-    head, rest = problem(DTYPE)
-    mine = head["weight"].split(sizes)[dist.get_rank(group)]
-    for bad in (-1, V, -100):
-        targets = rest["targets"].index_fill(0, torch.tensor([5]), bad)
-        located, name = head_torch.Vocabulary.of(mine, group).located(targets, len(mine))
-        logps, _ = head_kernels.linear_logprob(head["hidden"], mine, located, group=name)
-        assert logps.isnan().nonzero().flatten().tolist() == [5]
-
-
 def check_bounded(group, tau=0.2):
     """With a tolerance each rank leaves out columns of its shard, and the bound holds for the whole vocabulary."""
     set_chunk(100)
@@ -180,9 +167,7 @@ def worker(rank, folder):
             try:
                 check(group, sizes, DTYPE, TOLERANCE)
                 check_errors(group, sizes)
-                if TRITON:
-                    check_bad_targets(group, sizes)
-                else:
+                if not TRITON:
                     check(group, sizes, torch.float32, 3e-6)
                     check_bounded(group)
                 found = "as one process"
