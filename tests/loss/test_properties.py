@@ -15,6 +15,7 @@ from fastgrpo import Objective, grpo_loss, linear_grpo_loss, logits_grpo_loss
 from fastgrpo.kernels import head_torch
 
 EXACT = 1e-10  # terms of both signs may cancel
+NAMES = [*sorted(EVERY), *[name for name in sorted(EVERY) if name.startswith("entropy")] * 8]  # few have a bonus
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def chunks(rows):
 @st.composite
 def batches(draw):
     """(packed batch, knobs): 1 to 5 sequences of 0 to 6 tokens, any objective, with and without old log-probs."""
-    name = draw(st.sampled_from(sorted(EVERY)))
+    name = draw(st.sampled_from(NAMES))
     lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=5))
     torch.manual_seed(draw(st.integers(0, 2**16)))
     case = make_case(
