@@ -79,6 +79,14 @@ def test_other_calls_stay_those_of_the_model():
     assert model(**inputs, labels=labels, fused_lm_head=True, with_entropy=False).entropy is None
 
 
+def test_a_head_in_fp32_of_a_model_in_bf16():
+    model = make_model("plain").bfloat16()
+    model.lm_head.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs, ours, *_ = both(model, cast_lm_head_to_fp32=True)
+    torch.testing.assert_close(ours.log_probs, theirs.log_probs, rtol=1e-5, atol=1e-5)
+
+
 def test_a_model_without_logits_is_refused():
     model = make_model("multiplied")
     model.config.logit_scale = 0.0

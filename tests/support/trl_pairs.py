@@ -23,7 +23,7 @@ def length_reward(completions, **_):
     return [float(len(text) % 3) for text in completions]
 
 
-def trainer(kind, path, folder, model=None, peft_config=None, callbacks=None, use_vllm=False, **settings):
+def trainer(kind, path, folder, model=None, peft_config=None, use_vllm=False, **settings):
     """A trainer of `kind` on the model in `path`, or on `model`; vLLM is only said to be used."""
     defaults = {"gradient_accumulation_steps": WINDOWS, "steps_per_generation": PARTS, "bf16": False}
     settings = defaults | {"gradient_checkpointing": False} | settings
@@ -36,7 +36,7 @@ def trainer(kind, path, folder, model=None, peft_config=None, callbacks=None, us
         warnings.simplefilter("ignore")
         made = kind(
             model or str(path), length_reward, config, rows, processing_class=tiny.tokenizer(),
-            peft_config=peft_config, callbacks=callbacks,
+            peft_config=peft_config,
         )  # fmt: skip
     made.current_gradient_accumulation_steps, made.use_vllm = config.gradient_accumulation_steps, use_vllm
     made.model.train()
