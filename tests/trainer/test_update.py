@@ -50,6 +50,24 @@ def test_the_norm_is_that_before_clipping():
     norms = []
     for bound in (1e-3, 1e3):
         model, learner = updater_of(max_grad_norm=bound)
+        masters, clipped = learner.optimizer.masters, []
+
+        def look(*_, masters=masters, clipped=clipped):
+            gradients = [master.grad for master in masters if master.grad is not None]
+            clipped.append(torch.nn.utils.get_total_norm(gradients).item())
+
+        learner.optimizer.adamw.register_step_pre_hook(look)
+        norms.append(learner.step(samples_of(), sum_over_completions(model, sizes))[0])
+        ends.append(weights_of(model))
+        assert sum(sizes) == len(samples_of()) and len(sizes) >= count
+    torch.testing.assert_close(*norms)
+    torch.testing.assert_close(*ends)
+
+
+def test_the_norm_is_that_before_clipping():
+    norms = []
+    for bound in (1e-3, 1e3):
+        model, learner = updater_of(max_grad_norm=bound)
         masters, clipped, adamw = learner.optimizer.masters, [], learner.optimizer.adamw
         adamw.step = lambda masters=masters, clipped=clipped: clipped.append(
             torch.nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None]).item()
