@@ -121,7 +121,7 @@ def evaluate(
 
     Raises:
         ValueError: A row is wrong (the message has its place), a reward function fails, or num_generations is too
-        large.
+            large.
     """
     if num_generations > MAX_DRAWS:
         raise ValueError(f"eval_num_generations must be at most {MAX_DRAWS}, got {num_generations}")
