@@ -1,12 +1,9 @@
 """The command that checks rewards: its table, its warnings, its exit codes."""
 
 import json
-import re
-import sys
 
 import pytest
 import tiny
-from paths import ROOT
 
 from fastgrpo.check import main
 
@@ -55,16 +52,3 @@ def test_mistakes_are_exit_code_2(rows, tmp_path, capsys):
     bare.write_text('{"prompt": "p"}\n')
     assert main(["--reward", "checked_rewards:same", "--dataset", str(bare)]) == 2
     assert "no column 'completion' (a completion, or a list" in capsys.readouterr().err
-
-
-def test_the_example_of_the_page(tmp_path, monkeypatch, capsys):
-    page = (ROOT / "docs" / "rewards.md").read_text()
-    for kind, name in (("python", "my_rewards.py"), ("json", "sums.jsonl")):
-        (tmp_path / name).write_text(re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL)[1])
-    (line,) = re.findall(r"python -m fastgrpo.check (--reward my_rewards:right .*)", page)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)  # that of another test
-    main(line.split())
-    out = capsys.readouterr().out
-    assert "| right  | 0.400 | 0.490  | 100% " in out and "right, worst (0): '6'" in out
