@@ -84,7 +84,6 @@ def samples_of(name):
 
 def cases(size, count=2):
     """The ways in which so many ranks compute: "small" for every commit, "whole" for all of them."""
-    ways = list(itertools.product(("ddp", "fsdp2") if count > 1 else ("fsdp2",), (WHOLE, 150, 40)))
     losses = [Case(loss, beta) for loss in LOSS_TYPES for beta in (0.0, 0.04)]
     others = [Case("dapo", beta, name) for name in ("few", "apart", "none") for beta in (0.0, 0.04)]
     others += [
@@ -97,12 +96,14 @@ def cases(size, count=2):
         Case("grpo", 0.0, "few", selection=SELECTION),
         Case("vespo", 0.0, adaptive=True),
     ]
-    if size == "small":  # each objective in one of the ways, with and without a KL
-        chosen = [*losses[::3], *others]
+    if size == "small":  # each in one of the ways
+        chosen = [case for case in losses if case.loss_type in ("grpo", "dapo", "luspo", "vespo")] + others
+        ways = itertools.cycle([("ddp", 60), ("fsdp2", WHOLE), ("fsdp2", 60)])
         return [
-            dataclasses.replace(case, parallel=parallel, budget=budget)
-            for case, (parallel, budget) in zip(chosen, itertools.cycle(ways[1:] + ways[:1]), strict=False)
+            dataclasses.replace(case, parallel=parallel, budget=budget if case in losses else 60)
+            for case, (parallel, budget) in zip(chosen, ways, strict=False)
         ]
+    ways = list(itertools.product(("ddp", "fsdp2") if count > 1 else ("fsdp2",), (WHOLE, 150, 40)))
     every = [
         dataclasses.replace(case, parallel=parallel, budget=budget) for case in losses for parallel, budget in ways
     ]
