@@ -1,6 +1,8 @@
 """TRL's trainer with our head and loss takes the same steps as TRL's own, in every setting that it serves."""
 
 import dataclasses
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +10,7 @@ import tiny
 import torch
 import trl
 from peft import LoraConfig, PromptTuningConfig, TaskType
-from ranks import forked
+from ranks import fork, forked
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl_pairs import (
     MICRO,
@@ -274,9 +276,49 @@ def test_a_run_is_that_of_trl(path, tmp_path, name):
         assert ours.get("entropy", 0) == pytest.approx(theirs.get("entropy", 0), rel=1e-2 if bf16 else 1e-4)
 
 
+OF_RANKS = {
+    "dapo": {"loss_type": "dapo", "top_entropy_quantile": 0.5},
+    "grpo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.3},
+    "vespo": {"loss_type": "vespo", "off_policy_mask_threshold": 0.05, "entropy_coef": 0.1},
+}
+
+
+def wrap(one):
+    """Let a trainer compute its losses under DDP."""
+    wrapped, loss = one.accelerator.prepare(one.model), one.compute_loss
+    assert isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
+    one.compute_loss = lambda model, batch: loss(wrapped, batch)
+
+
+def compare_on_ranks(path, folder):
+    """Both trainers have equal gradients and metrics, after all ranks have shared theirs."""
+    for name, settings in OF_RANKS.items():
+        both = pair(path, folder / name, **settings)
+        inputs = make_inputs(both.theirs, seed=both.theirs.accelerator.process_index)
+        inputs["num_items_in_batch"] = both.theirs.accelerator.gather(inputs["num_items_in_batch"]).sum()
+        wrap(both.theirs)
+        wrap(both.ours)
+        assert_same_gradients(both, inputs)
+        assert_same_training(both, inputs)
+        print("same", name, flush=True)
+
+
+def notice_on_ranks(path, folder):
+    """TRL's code has another loss on rank 1 alone, and the trainers of both ranks stop."""
+    one = trainer(FusedGRPOTrainer, path, folder)
+    wrap(one)
+    inputs = make_inputs(one, seed=one.accelerator.process_index)
+    theirs, more = trl.GRPOTrainer._compute_loss, 0.5 * one.accelerator.process_index
+    trl.GRPOTrainer._compute_loss = lambda *args: theirs(*args) + more
+    try:
+        gradients(one, inputs)
+    except RuntimeError as error:
+        print("noticed:", error, flush=True)
+
+
 def test_two_ranks(path, tmp_path):
     """All ranks notice another formula of TRL: one that stopped would leave the others waiting for its gradients."""
-    ended = forked("trl_ranks.py", tmp_path, path)
+    ended = forked(__file__, tmp_path, path)
     codes, outputs = ended("ranks")
     assert codes == [0, 0], outputs
     assert all(output.count("same") == 3 for output in outputs), outputs
@@ -284,3 +326,12 @@ def test_two_ranks(path, tmp_path):
     assert codes == [0, 0], outputs
     noticed = "noticed: this version of TRL has another loss than fastgrpo knows"
     assert all(noticed in output and "(on rank 1)" in output for output in outputs), outputs
+
+
+if __name__ == "__main__":
+    output, model = map(Path, sys.argv[1:])
+    cases = {
+        "ranks": lambda: compare_on_ranks(model, output / "runs"),
+        "formula": lambda: notice_on_ranks(model, output / "other"),
+    }
+    fork(cases, output, 2, at_once=1)

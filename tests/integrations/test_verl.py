@@ -1,8 +1,13 @@
 """The function of verl's fused head, against plain PyTorch in fp64: results, gradients, and a sharded vocabulary."""
 
+import functools
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from ranks import forked
+import torch.distributed as dist
+from ranks import fork, forked
 
 from fastgrpo.integrations.verl import linear_cross_entropy
 
@@ -91,12 +96,28 @@ def test_an_unknown_reduction_is_rejected():
         linear_cross_entropy(given["hidden"], given["weight"], given["labels"], 1.0, "batchmean")
 
 
+def call(folder, inputs):
+    """As one of two ranks, call verl's function with its rows of the head, and write down the results."""
+    dist.init_process_group("gloo")
+    rank, given = dist.get_rank(), torch.load(inputs)
+    hidden = given["hidden"].requires_grad_()
+    shard = given["weight"].split(given["shards"])[rank].clone().requires_grad_()
+    head = hidden, shard, given["labels"], given["temperature"]
+    logps, entropy = linear_cross_entropy(*head, "none", dist.group.WORLD)
+    torch.autograd.backward((logps, entropy), (given["logps_grad"], given["entropy_grad"]))
+    total, entropy_again = linear_cross_entropy(*head, "sum", dist.group.WORLD)
+    found = {"logps": logps, "entropy": entropy, "total": total, "entropy_again": entropy_again}
+    found = {name: value.detach() for name, value in found.items()}
+    torch.save(found | {"hidden": hidden.grad, "weight": shard.grad}, folder / f"rank-{rank}.pt")
+    dist.destroy_process_group()
+
+
 def test_ranks_with_shards_of_the_head_get_the_results_of_the_whole(tmp_path):
     """And gradients of their shards; verl sums the parts of the gradient of hidden."""
     given = problem()
     torch.save(given, tmp_path / "inputs.pt")
     (tmp_path / "ranks").mkdir()
-    codes, outputs = forked("sharded_head.py", tmp_path / "ranks", tmp_path / "inputs.pt")("call")
+    codes, outputs = forked(__file__, tmp_path / "ranks", tmp_path / "inputs.pt")("call")
     assert codes == [0, 0], "\n".join(outputs)
     found = [torch.load(tmp_path / "ranks" / f"rank-{rank}.pt") for rank in range(2)]
     hidden, weight = leaves(given)
@@ -112,3 +133,8 @@ def test_ranks_with_shards_of_the_head_get_the_results_of_the_whole(tmp_path):
         torch.testing.assert_close(rank["weight"], gradient)
         torch.testing.assert_close(rank["hidden"], of_shard @ shard)
     torch.testing.assert_close(found[0]["hidden"] + found[1]["hidden"], hidden.grad)
+
+
+if __name__ == "__main__":
+    folder, inputs = Path(sys.argv[1]), sys.argv[2]
+    fork({"call": functools.partial(call, folder, inputs)}, folder, count=2)

@@ -1,17 +1,93 @@
 """Runs of two ranks of which one fails or dies: it says why, and the other one ends with a line of its own."""
 
+import errno
+import os
 import re
+import signal
+import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
-from ranks import forked
+import tiny
+import torch
+from ranks import fork, forked
+from runs import PROMPTS, share_of_a
+
+from fastgrpo import GRPOConfig, GRPOTrainer
+from fastgrpo.config.command import run_command
 
 pytestmark = pytest.mark.slow
+
+
+def on_one(rank, act):
+    """A reward function that does something else on one rank in the second step."""
+
+    def reward(completions, trainer_state, **columns):
+        if int(os.environ["RANK"]) == rank and trainer_state.global_step == 1:
+            return act(completions)
+        return share_of_a(completions)
+
+    return reward
+
+
+def broken(completions):
+    raise KeyError("a bug of the reward")
+
+
+def killed_in_the_update(completions):
+    torch.autograd.backward = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    return [index % 2 for index in range(len(completions))]  # so that there is something to learn
+
+
+def make(folder, reward=share_of_a, **settings):
+    defaults = {
+        "output_dir": str(folder / "run"), "max_steps": 3, "prompts_per_step": 4, "num_generations": 4,
+        "max_completion_length": 6, "logging_steps": 1, "device": "cpu", "gradient_checkpointing": False,
+        "ddp_timeout": 50,
+    }  # fmt: skip
+    return GRPOTrainer(str(folder.parent / "model"), reward, GRPOConfig(**defaults | settings), PROMPTS)
+
+
+def train(folder, reward=share_of_a, **settings):
+    """Train as a command does."""
+    return run_command(lambda argv: make(folder, reward, **settings).train(), [])
+
+
+def train_with_full_disk(folder):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+
+    def command(argv):
+        trainer = make(folder)
+        if trainer.ranks.lead:
+            trainer.log.write = full
+        trainer.train()
+
+    return run_command(command, [])
+
+
+def train_in_a_script(folder, reward):
+    make(folder, reward).train()
+
+
+def missing_model(folder):
+    return run_command(lambda argv: make(folder / "nowhere"), [])
+
+
+CASES = {
+    "reward": partial(train, reward=on_one(1, broken)),
+    "killed": partial(train, reward=on_one(1, killed_in_the_update), parallel="fsdp2"),
+    "script": partial(train_in_a_script, reward=on_one(0, broken)),
+    "disk": train_with_full_disk,
+    "no-model": missing_model,
+}
 SECOND = "the completions that the ranks drew in step 2"
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    return forked("failing_runs.py", tmp_path_factory.mktemp("failing"))
+    return forked(__file__, tmp_path_factory.mktemp("failing"))
 
 
 @pytest.mark.parametrize(
@@ -42,3 +118,9 @@ def test_a_mistake_that_all_ranks_make_is_reported_once(ended):
     assert codes == [2, 2]
     silent = told.index("")  # the rank that came second
     assert told[1 - silent].startswith(f"error on rank {1 - silent}: no such model folder: ")
+
+
+if __name__ == "__main__":
+    root = Path(sys.argv[1])
+    tiny.save(root / "model")
+    fork({case: partial(body, root / f"{case}.run") for case, body in CASES.items()}, root, 2, 2)

@@ -1,14 +1,162 @@
-"""Runs of several ranks that end early, by an error or by SIGKILL, and go on: on the same ranks to the last bit."""
+"""Runs of several ranks that end early, by an error or by SIGKILL, and go on: on the same ranks to the last bit.
+
+As a script it forks ranks; the arguments are a folder, the folder of the runs, and a size:
+
+killed         a run whose two ranks are killed inside of saves
+small          runs that crash and go on, and runs that do not, on two ranks
+kills          runs whose two ranks are killed again and again
+crashed-COUNT  runs that crash on so many ranks, and on-COUNT those that go on on so many
+"""
+
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+from collections import Counter
+from functools import partial
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
-from ranks import forked
-from resumed import Crash, assert_same_run, make_trainer, untimed
+from ranks import LIMIT, fork, forked
+from resumed import Crash, assert_same_run, crash, make_trainer, untimed
+from runs import share_of_a
 from safetensors.torch import load_file
-from trained_ranks import CASE, CHANGES, KILLS, STEPS, cases, crashing, share_of_a
+
+from fastgrpo.ranks import Ranks, join
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_curves")]
+STEPS = {
+    "max_steps": 6, "save_steps": 2, "logging_steps": 1, "eval_steps": 3, "sync_ref_model": True,
+    "ref_model_sync_steps": 2,
+}  # fmt: skip
+KILLS = 10
+CHANGES = ((1, 2), (1, 4), (2, 1), (2, 4), (4, 2))  # numbers of processes that begin a run, and that go on
+DOINGS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}  # as Python names them to hooks
+CASE = 2 * LIMIT  # seconds that one case may take, some runs on a busy machine
+
+
+def crashing(trainer_state, completions, **_):
+    if trainer_state.global_step == 4 and len(completions) > 2:
+        raise Crash
+    return share_of_a(completions)
+
+
+crashing.__name__ = "share_of_a"
+
+
+def train(top, name, mode, **more):
+    make_trainer(top, name, parallel=mode, **{**STEPS, **more}).train()
+
+
+def crashed(top, name, mode, reward):
+    try:
+        train(top, name, mode, reward=reward)
+    except Crash:
+        return
+    raise AssertionError("it did not crash")
+
+
+def go_on(top, name, mode, **more):
+    train(top, name, mode, seed=1, resume_from_checkpoint="auto", **more)
+
+
+def same_ranks(top, mode):
+    """A run that nothing ends early; and one that crashes, of which there is a copy, and goes on."""
+    train(top, f"{mode}-whole", mode)
+    crashed(top, mode, mode, crash(5))
+    if join("cpu").lead:
+        shutil.copytree(top / mode, top / f"from-{mode}")
+    go_on(top, mode, mode)
+
+
+def killed(top, run, mode, which, kind, moment, **more):
+    """Go on with a run, but end some of its ranks by SIGKILL at a moment, whichever thread comes to it.
+
+    `kind` is "exchange", as a rank begins one, or "file", as it does something to the files of the run. `moment` is its
+    name, or its number, which is passed where the run ends before.
+    """
+    there, lock, begun = top / run, threading.Lock(), Counter()
+    found = sorted(path.name for path in there.glob("*checkpoint-*")) if there.exists() else []
+    print(f"begins with {found}", flush=True)
+    mine = int(os.environ["RANK"]) in which
+
+    def reached(of_kind, what):
+        with lock:
+            begun[of_kind] += 1
+            now = moment == what if isinstance(moment, str) else begun[of_kind] >= moment
+            if mine and kind == of_kind and now:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    waiting, fsync = Ranks.waiting, os.fsync
+
+    def entered(ranks, what):
+        if ranks.size > 1:
+            reached("exchange", " in ".join(reversed([*ranks._inside, what])))
+        return waiting(ranks, what)
+
+    def synced(descriptor):
+        reached("file", "os.fsync")
+        fsync(descriptor)
+
+    def audited(event, arguments):
+        if event in DOINGS and isinstance(arguments[0], (str, Path)) and there in Path(arguments[0]).parents:
+            reached("file", f"{event} {Path(arguments[0]).name}")
+
+    if which:
+        Ranks.waiting, os.fsync = entered, synced
+        sys.addaudithook(audited)
+    go_on(top, run, mode, **more)
+
+
+def kills_in_saves(top):
+    kills = [
+        ((1,), "exchange", "the shards of checkpoint-4"),
+        ((0,), "file", "os.rename .tmp-checkpoint-4"),
+        ((), None, None),
+    ]
+    whole = {"fsdp2-whole": partial(train, top, "fsdp2-whole", "fsdp2", max_steps=4)}
+    killed_at = partial(killed, top, "killed", "fsdp2", max_steps=4)
+    return whole | {f"kill-{i}": partial(killed_at, *kill) for i, kill in enumerate(kills)}
+
+
+def small(top):
+    runs = {mode: partial(same_ranks, top, mode) for mode in ("ddp", "fsdp2")}
+    runs["from-ddp"] = partial(go_on, top, "from-ddp", "fsdp2")
+    return runs | {"from-fsdp2": partial(go_on, top, "from-fsdp2", "ddp")}
+
+
+def kills(top):
+    """Runs of either kind, each of which is killed at numbers of exchanges and of doings with files, in turns."""
+    rng, runs = random.Random(0), {}
+    for mode in ("ddp", "fsdp2"):
+        runs[f"{mode}-whole"] = partial(train, top, f"{mode}-whole", mode)
+        for kill in range(KILLS):
+            kind, most = (("file", 200), ("exchange", 60))[kill % 2]
+            which = (0, 1) if kill % 4 < 2 else (rng.randrange(2) if kind == "exchange" else 0,)
+            runs[f"{mode}-kill-{kill}"] = partial(
+                killed, top, f"killed-{mode}", mode, which, kind, rng.randrange(1, most)
+            )
+        runs[f"{mode}-end"] = partial(killed, top, f"killed-{mode}", mode, (), None, None)
+    return runs
+
+
+def changed(top, size):
+    """The runs that crash on a number of ranks, or that go on on one."""
+    what, _, count = size.partition("-")
+    runs = [(f"{before}-{after}-{mode}", mode, before, after) for before, after in CHANGES for mode in ("ddp", "fsdp2")]
+    if what == "crashed":
+        return {name: partial(crashed, top, name, mode, crashing) for name, mode, n, _ in runs if n == int(count)}
+    return {name: partial(go_on, top, name, mode, reward=share_of_a) for name, mode, _, n in runs if n == int(count)}
+
+
+def cases(top, size):
+    """What the ranks do, by the name of the case, in this order."""
+    made = {"killed": kills_in_saves, "small": small, "kills": kills}
+    return made[size](top) if size in made else changed(top, size)
 
 
 def started(folder, size):
@@ -17,7 +165,7 @@ def started(folder, size):
     if not top.exists():
         tiny.save(top / "model")
     (folder / size).mkdir()
-    return top, forked("trained_ranks.py", folder / size, top, size, limit=CASE * (1 + len(cases(top, size))))
+    return top, forked(__file__, folder / size, top, size, limit=CASE * (1 + len(cases(top, size))))
 
 
 def test_kills_inside_of_saves_cost_nothing_that_was_saved(tmp_path):
@@ -95,3 +243,8 @@ def test_other_numbers_of_ranks_come_to_where_one_process_would(tmp_path):
                 told = f"checkpoint-4 was written by {written}, and goes on with {after} processes with {mode}: "
                 assert told in said[run.name][0]
             assert_close(run, top / "one-whole")
+
+
+if __name__ == "__main__":
+    folder, top, size = sys.argv[1:]
+    fork(cases(Path(top), size), folder, count=int(size.partition("-")[2] or 2), at_once=1, limit=CASE)

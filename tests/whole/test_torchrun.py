@@ -1,21 +1,61 @@
-"""Whole runs under torchrun and accelerate: they go on after a loss, stop by a signal, and run on many machines."""
+"""Whole runs under torchrun and accelerate: they go on after a loss, stop by a signal, and run on many machines.
 
+This file is also the script that ranks run, as a library's user has it: it trains one run after another. A run named
+`killed` loses rank 1 once by kill -9. A run named `long` does not end by itself. Nor does a step of a run named
+`asleep`: its ranks write a file `asleep-RANK` when they begin it, and `noted-RANK` after a first signal.
+"""
+
+import os
 import signal
 import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import tiny
 import torch.distributed as dist
-from paths import ROOT
 from ranks import START, start, started
 from resumed import assert_same_run
+from runs import PROMPTS, share_of_a
 
+from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.run.checkpoint import checkpoints
 
 pytestmark = pytest.mark.slow
-SCRIPT = ROOT / "tests" / "support" / "rank_script.py"
+SCRIPT = Path(__file__).resolve()
+KILLED_AT = 3
+
+
+def main(folder, name):
+    def reward(completions, trainer_state, **_):
+        step, rank = trainer_state.global_step + 1, os.environ["RANK"]
+        (folder / f"{name}-{rank}").write_text(f"{step}")
+        if name == "killed" and step == KILLED_AT and rank == "1" and not (folder / "once").exists():
+            while not (folder / name / "checkpoint-1").exists():  # a thread writes it
+                time.sleep(0.05)
+            (folder / "once").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if name == "asleep":
+            while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # as it is after the first signal
+                time.sleep(0.05)
+            (folder / f"noted-{rank}").touch()
+            time.sleep(10**6)
+        return share_of_a(completions)
+
+    config = GRPOConfig(
+        output_dir=str(folder / name), max_steps=10**6 if name == "long" else 4, prompts_per_step=4, num_generations=4,
+        max_completion_length=6, learning_rate=1e-2, beta=0.05, logging_steps=1, save_steps=1, device="cpu",
+        dtype="float32", gradient_checkpointing=False, resume_from_checkpoint="auto", ddp_timeout=50,
+    )  # fmt: skip
+    if (folder / name / "summary.json").exists():
+        return  # as after a restart
+    trainer = GRPOTrainer(str(folder / "model"), reward, config, PROMPTS)
+    try:
+        trainer.train()
+    except (SystemExit, KeyboardInterrupt) as stop:
+        (folder / f"left-{trainer.ranks.rank}").write_text(repr(stop))
+        raise
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +150,8 @@ def test_a_sweep_is_refused_under_torchrun():
         assert job.wait() == 1
         told = sorted(job.rank(rank) for rank in (0, 1))
         assert told[0] == "" and "a sweep (--sweep, --sweep_seeds) runs in one process" in told[1]
+
+
+if __name__ == "__main__":
+    for run in sys.argv[2:]:
+        main(Path(sys.argv[1]), run)
