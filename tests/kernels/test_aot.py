@@ -20,8 +20,8 @@ triton = pytest.importorskip("triton")
 
 import torch  # noqa: E402
 from compilation import NAMES, Compilation  # noqa: E402
-from machine_code import TABLE, budgets, measure, write_budgets  # noqa: E402
 
+from benchmarks.machine_code import TABLE, budgets, measure, write_budgets  # noqa: E402
 from fastgrpo.kernels import decode, launch, sampling  # noqa: E402
 from fastgrpo.kernels import head as head_kernels  # noqa: E402
 from fastgrpo.kernels import logits as logits_kernels  # noqa: E402

@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass
 from functools import cache
 
 import triton
-from paths import ROOT
 
-TABLE = ROOT / "benchmarks" / "results" / "machine_code.json"
+from benchmarks.compare import RESULTS
+
+TABLE = RESULTS / "machine_code.json"
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", re.M)
 MATRIX = re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA)\b")
 STORE = re.compile(r"\b(STG|UTMASTG|ST)\b")
