@@ -41,8 +41,9 @@ def cut(ids, limit, stops):
 
 def finish(rollouts):
     outputs = {}
-    while rollouts.has_unfinished_requests():
+    for _ in range(40 * LONGEST):
         outputs |= rollouts.step()
+    assert not rollouts.has_unfinished_requests()
     return outputs
 
 
