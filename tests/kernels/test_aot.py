@@ -99,23 +99,16 @@ def anchor(capability):
 
 POLICY = {"SURROGATE": "clip", "KIND": "k3", "CORRECT_KL": True, "phi_ptr": None}
 FINISH = {"WITH_ENTROPY": True, "ROWS": launch.REDUCE_ROWS}
+WIDE, LOGITS = {"BLOCK": launch.LOGITS_BLOCK}, logits_kernels._logits_grpo_fwd_kernel
 ROW_KERNELS = {
     "reduce": (head_kernels._reduce_fwd_kernel, {"ROWS": launch.REDUCE_ROWS, "TILES": launch.REDUCE_TILES}, 4),
     "finish": (head_kernels._finish_fwd_kernel, {**FINISH, "BLOCK_SPLITS": launch.GUARD_SPLITS}, 4),
     "entropy": (head_kernels._entropy_bwd_kernel, {"BLOCK": 4096}, 4),
     "policy": (logits_kernels._policy_loss_fwd_kernel, {**POLICY, "BLOCK": logits_kernels.POLICY_BLOCK}, 4),
-    "logits": (
-        logits_kernels._logits_grpo_fwd_kernel,
-        {**POLICY, "FUSED": True, "BLOCK": launch.LOGITS_BLOCK},
-        launch.LOGITS_FUSED_WARPS,
-    ),
-    "logits-stats": (
-        logits_kernels._logits_grpo_fwd_kernel,
-        {**POLICY, "FUSED": False, "BLOCK": launch.LOGITS_BLOCK, "out_ptr": None},
-        launch.LOGITS_WARPS,
-    ),
-    "logits-backward": (logits_kernels._logits_grpo_bwd_kernel, {"BLOCK": launch.LOGITS_BLOCK}, launch.LOGITS_WARPS),
-    "scale": (logits_kernels._scale_rows_kernel, {"BLOCK": launch.LOGITS_BLOCK}, launch.LOGITS_WARPS),
+    "logits": (LOGITS, {**POLICY, "FUSED": True, **WIDE}, launch.LOGITS_FUSED_WARPS),
+    "logits-stats": (LOGITS, {**POLICY, "FUSED": False, **WIDE, "out_ptr": None}, launch.LOGITS_WARPS),
+    "logits-backward": (logits_kernels._logits_grpo_bwd_kernel, WIDE, launch.LOGITS_WARPS),
+    "scale": (logits_kernels._scale_rows_kernel, WIDE, launch.LOGITS_WARPS),
 }
 
 

@@ -21,12 +21,6 @@ def test_uninitialised_memory_is_nan():
     assert torch.empty(100).isnan().all() and torch.ones(3).new_empty(100).isnan().all()
 
 
-@pytest.mark.parametrize(("vocab", "rows"), [(32_768, 512), (151_936, 128), (128, 131_072), (10**6, 128)])
-def test_chunk_rows(vocab, rows):
-    """64 MiB of fp32 logits, and no fewer than 128 rows."""
-    assert head_torch.chunk_rows(vocab) == rows
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocab", [3, 4, 11, 13], ids=lambda vocab: f"V={vocab}")
 def test_vocabulary_no_multiple_of_the_cast_block(monkeypatch, dtype, vocab):
