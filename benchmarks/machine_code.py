@@ -28,25 +28,15 @@ ALWAYS = re.compile(r"^(BRA(\.\w+)* 0x|EXIT)")  # with no condition
 
 @dataclass(frozen=True)
 class Budget:
-    """What one compilation costs.
+    """What one compilation costs."""
 
-    Attributes:
-        registers: Registers of a thread.
-        stack: Bytes of stack of a thread.
-        shared: Bytes of shared memory of a program.
-        instructions: All instructions.
-        loop: Instructions of a warp in one turn of the loop of products, or None without one.
-        epilogue: Instructions of a warp between the last product of a tile and the first of the next, or None.
-        matrix: Matrix instructions of a warp in one turn of the loop, or None.
-    """
-
-    registers: int
-    stack: int
-    shared: int
+    registers: int  # of a thread
+    stack: int  # bytes of a thread
+    shared: int  # bytes of a program
     instructions: int
-    loop: int | None
-    epilogue: int | None
-    matrix: int | None
+    loop: int | None  # instructions of a warp in one turn of the loop of products, or None without one
+    epilogue: int | None  # instructions of a warp between the last product of a tile and the first of the next
+    matrix: int | None  # matrix instructions of a warp in one turn of the loop
 
     def far_from(self, other, share=0.05):
         """Return a text that names the numbers which differ by more than this share, or None."""

@@ -24,31 +24,18 @@ DIVISIBLE = re.compile(r".*_(ptr|stride)|depth|vocab")  # by 16, as in every mod
 
 @dataclass(eq=False)
 class Compilation:
-    """One specialization of a kernel.
-
-    Attributes:
-        kernel: The function that `triton.jit` returned.
-        capability: Compute capability, 90 for sm_90.
-        constants: Constexprs by name, and None for absent pointers. Names that the kernel does not have are left out.
-        types: Types by name, of the arguments that are not fp32 pointers, floats or i32.
-        warps: Warps of a program.
-        stages: Pipeline stages.
-        matrix: Whether the machine code must hold matrix instructions.
-        instruction: Pattern of the matrix instruction; None is that of the capability.
-        wants: Patterns that the machine code must hold.
-        name: Its name in the table of budgets.
-    """
+    """One specialization of a kernel."""
 
     kernel: object
-    capability: int
-    constants: dict
-    types: dict
+    capability: int  # 90 for sm_90
+    constants: dict  # constexprs by name, and None for absent pointers; names that the kernel lacks are left out
+    types: dict  # by name, of the arguments that are not fp32 pointers, floats or i32
     warps: int
     stages: int = 3
-    matrix: bool = True
-    instruction: str | None = None
-    wants: tuple[str, ...] = ()
-    name: str | None = None
+    matrix: bool = True  # whether the machine code must hold matrix instructions
+    instruction: str | None = None  # pattern of the matrix instruction; None is that of the capability
+    wants: tuple[str, ...] = ()  # patterns that the machine code must hold
+    name: str | None = None  # in the table of budgets
 
     def __post_init__(self):
         self.constants = {name: value for name, value in self.constants.items() if name in self.kernel.arg_names}
