@@ -2,6 +2,7 @@
 
 import datetime
 import threading
+from copy import deepcopy
 
 import pytest
 import tiny
@@ -80,12 +81,8 @@ def test_what_users_of_trl_have_works():
     """Messages with further keys, calls of tools without content, an empty system prompt; the row stays as it is."""
     chat = tiny.tokenizer(chat=True)
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
-    messages = [
-        {"role": "system", "content": ""},
-        {"role": "user", "content": "hi", "weight": 1, "tool_calls": None},
-        call,
-        {"role": "tool", "name": "f", "content": "3"},
-    ]
+    asked = {"role": "user", "content": "hi", "weight": 1, "tool_calls": None}
+    messages = [{"role": "system", "content": ""}, asked, call, {"role": "tool", "name": "f", "content": "3"}]
     prompt = to_prompt({"prompt": messages}, chat)
     assert chat.decode(prompt.ids) == "<system>\n<user>hi\n<assistant>None\n<tool>3\n<assistant>"
     assert prompt.prompt is messages
@@ -94,13 +91,10 @@ def test_what_users_of_trl_have_works():
 
 
 TEMPLATES = {
-    "{{ raise_exception('no') }}": "TemplateError",
-    "{{ 'a' + 1 }}": "TypeError",
-    "{{ messages[0].tools.names }}": "UndefinedError",
-    "{{ 1 / 0 }}": "ZeroDivisionError",
+    "{{ raise_exception('no') }}": "TemplateError", "{{ 'a' + 1 }}": "TypeError", "{% if %}": "TemplateSyntaxError",
+    "{{ messages[0].tools.names }}": "UndefinedError", "{{ 1 / 0 }}": "ZeroDivisionError",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
-    "{% if %}": "TemplateSyntaxError",
-}
+}  # fmt: skip
 
 
 def test_templates_and_tokenizers_may_fail_in_any_way(monkeypatch):
@@ -119,16 +113,13 @@ def test_templates_and_tokenizers_may_fail_in_any_way(monkeypatch):
 
 def test_copies_share_nothing_that_can_be_changed(monkeypatch):
     row = {"grid": [[1, 2.0], [None, "a"]], "case": {"in": [b"x"], "out": {"y": [True]}}, "marks": [{1, 2}, (3, [4])]}
-    assert copied(row) == row
-    for change in (
-        lambda row: row["grid"][0].append(3),
-        lambda row: row["case"]["out"]["y"].clear(),
-        lambda row: row["marks"][0].add(3),
-        lambda row: row["marks"][1][1].append(5),
-    ):
-        copy = copied(row)
-        change(copy)
-        assert copy != row
+    before, copy = deepcopy(row), copied(row)
+    assert copy == row
+    copy["grid"][0].append(3)
+    copy["case"]["out"]["y"].clear()
+    copy["marks"][0].add(3)
+    copy["marks"][1][1].append(5)
+    assert row == before
     monkeypatch.setattr("fastgrpo.data.prompts.deepcopy", None)  # which is slow where numbers are many
     assert copied(row["grid"]) == row["grid"]
 
@@ -169,13 +160,9 @@ def test_what_is_learned_ends_where_a_rollout_stops():
     endless = tiny.tokenizer()
     endless.eos_token = None
     assert to_examples({"prompt": "a", "completion": "b"}, endless, stops=(5, 7))[0].ids[-1] == 5
-
-
-def test_an_answer_that_begins_with_line_breaks_is_tokenized_by_itself():
-    """As a policy draws it: a tokenizer that joins the template's line break with them would hide the boundary."""
-    tokenizer = with_end("<eos>", "]\n")
-    [example] = to_examples({"messages": [QUESTION, {"role": "assistant", "content": "\n\n4"}]}, tokenizer)
-    assert tokenizer.decode(example.ids) == "\n\n4<eos>"
+    # An answer is tokenized by itself, as a policy draws it: the template's line break could join those of the answer.
+    tokenizer, answer = with_end("<eos>", "]\n"), {"role": "assistant", "content": "\n\n4"}
+    assert tokenizer.decode(to_examples({"messages": [QUESTION, answer]}, tokenizer)[0].ids) == "\n\n4<eos>"
 
 
 def test_a_template_that_rewrites_the_conversation_is_refused():

@@ -90,14 +90,6 @@ def raises(completions, **columns):
     raise RuntimeError("no such thing")
 
 
-def none(completions, **columns):
-    return [None] * len(completions)
-
-
-def short(completions, **columns):
-    return [1.0]
-
-
 def by_length(completions, **columns):
     return [float(len(text)) for text in completions]
 
@@ -154,13 +146,13 @@ def test_completions_may_lack_what_a_check_needs():
 
 
 @pytest.mark.parametrize("function, words", [
-    (misses, "needs the column 'solution'"), (raises, "RuntimeError: no such thing"), (short, "must return a list"),
-    (none, "gives no completion a reward"),
+    (misses, "needs the column 'solution'"), (raises, "RuntimeError: no such thing"),
+    (lambda **_: [1.0], "must return a list"), (lambda **_: [None] * 12, "gives no completion a reward"),
 ])  # fmt: skip
 def test_faults_that_leave_no_reward(function, words):
     found = check(function)
     assert any(words in warning for warning in found.warnings) and math.isnan(found.mean)
-    assert (found.errors, found.none) == ((0, 12) if function is none else (12, 0))
+    assert (found.errors, found.none) == ((0, 12) if "gives" in words else (12, 0))
 
 
 def test_completions_that_take_too_long_are_counted_and_left_out():
