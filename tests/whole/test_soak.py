@@ -17,8 +17,9 @@ from runs import lines
 from fastgrpo.trainer.collect import KEPT_SAMPLES
 
 STEPS = 500
-STOPS = (70, 140, 210)  # steps around which SIGTERM comes; the last life is the longest, and memory is measured in it
-WARM, WINDOW, FLAT = 60, 80, 0.02  # steps before memory counts, steps in each of two windows, growth between them
+STOPS = (30, 60, 90)  # steps around which SIGTERM comes; the last life is the longest, and memory is measured in it
+# Steps before memory counts, which libraries need to cache every shape; steps of each window; growth between the two.
+WARM, WINDOW, FLAT = 250, 60, 0.02
 # glibc's first thresholds, held: they would grow with what is freed, and unused memory would stay resident for a while.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024), "MALLOC_TRIM_THRESHOLD_": str(128 * 1024)}
 REWARD = """
