@@ -14,7 +14,6 @@ from fastgrpo.rollout.slots import (
     AMPLE,
     Geometry,
     Slots,
-    copied_tokens,
     fit,
     kv_token_bytes,
     memory_left,
@@ -97,13 +96,6 @@ def test_phases_share_a_geometry_only_where_memory_is_ample(ample):
     order = (training, evaluation, refill, training, evaluation)
     chosen = [settled(phases, new, [], 1, budget) for new in order]
     assert chosen == ([training] + [both] * 4 if ample else [training, evaluation, training, training, evaluation])
-
-
-def test_tokens_that_flat_slots_copy():
-    assert copied_tokens(REQUESTS, 256) == 8 * 3 * 100
-    assert copied_tokens(REQUESTS, 8) == 2 * 3 * 100  # two groups are in flight together
-    assert copied_tokens([(1000, [50])] * 20, 256) == 0
-    assert copied_tokens([(10, [5]), (30, [5, 5])], 256) == 30
 
 
 def test_a_tight_budget_changes_nothing_but_the_order():
