@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test real real-gsm8k real-bounded docs pages settings pictures drawing launches report-picture comparison-picture test-slow mutants machine-code liger-tests \
+.PHONY: train test test-quantization real real-gsm8k real-bounded docs pages settings pictures drawing launches report-picture comparison-picture test-slow mutants machine-code liger-tests \
   soak bench bench-gpu bench-gpu-engine first-gpu lint clean
 
 train: $(VENV)/.installed
@@ -52,6 +52,10 @@ real-gsm8k:
 	mkdir -p $(REAL_RESULTS)
 	mv $(REAL)-gsm8k.md $(REAL_RESULTS)/gsm8k.md
 	cat $(REAL_RESULTS)/gsm8k.md
+
+# The tests of the quantization extra that CI runs, with its packages apart from the environment.
+test-quantization: $(VENV)/.installed
+	$(BIN)/python tests/slow.py quantization -- -m "not slow"
 
 # What CI leaves to the night, in named parts: PARTS="aot site" runs these two. All of them take hours on 2 cores.
 test-slow: export OMP_NUM_THREADS ?= 1

@@ -64,6 +64,7 @@ setup(
         ],
         "dev": [
             "pytest>=8,<10",
+            "pytest-benchmark>=5,<6",
             "pytest-xdist>=3.6,<4",
             "hypothesis>=6.140,<7",
             "ruff>=0.14,<1",
