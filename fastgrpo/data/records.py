@@ -53,8 +53,7 @@ class Sample:
     Attributes:
         prompt_ids: Token ids of the prompt.
         ids: [T] token ids of the completion, the stop token included.
-        advantage: The factor of its policy gradient; where its tokens have factors of their own, their mean. It is 0
-            where the step does not train on it.
+        advantage: The factor of its policy gradient; where its tokens have factors of their own, their mean.
         logps: fp32 log-probs of the draws, in nats, under the full softmax at the sampling temperature.
         sampler_logps: fp32 log-probs under the distribution that was drawn from, which filters and penalties change.
         finish_reason: "stop" where a stop token ended it, "length" where it reached its limit.
@@ -65,7 +64,7 @@ class Sample:
         extras: Further columns of samples.jsonl, as reward functions logged them.
         steps: The step rewards of each function that logged some, by its name: pairs of the end of a step (the number
             of tokens up to there) and the step's reward.
-        trained: Whether the step trains on it. Dynamic sampling draws groups that it does not train on.
+        trained: Whether a step of GRPO trains on it; dynamic sampling draws groups that no step trains on.
         token_advantages: fp32 factor of each token, where step rewards made them; None where all have `advantage`.
         masked: Whether its tokens are left out of the loss.
         weights: fp32 weight w_n of each token over the whole update.
@@ -290,7 +289,7 @@ class TrainerState:
     is_local_process_zero: bool = True
 
     def count(self, rows: int, tokens: int, of: int) -> None:
-        """Count the rows of a step, `of` which there are so many in an epoch, and the tokens that were drawn for it."""
+        """Add the rows and tokens of a step. `of` is the number of rows in an epoch."""
         self.num_tokens += tokens
         rows += round(self.epoch * of)  # in whole rows, so that no rounding adds up
         self.epoch = rows / of

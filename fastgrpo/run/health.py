@@ -12,7 +12,9 @@ from typing import Any
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.run.checkpoint import Checkpointer
 
-MAX_SKIPPED = 10  # the run stops after this many updates in a row whose loss or gradient was not finite
+# The run stops after this many updates in a row whose loss or gradient was not finite. A step in which
+# an update moved the weights counts none.
+MAX_SKIPPED = 10
 
 
 @dataclass(frozen=True)

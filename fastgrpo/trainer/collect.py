@@ -63,7 +63,7 @@ class Collector:
         self.stepped = False  # whether any function has logged step rewards
 
     def __call__(self, state: TrainerState) -> tuple[list[Sample], dict[str, float]]:
-        """Draw until there are enough groups that teach something, and give these their advantages.
+        """Draw until prompts_per_step groups teach something, and choose the groups of the step.
 
         Count in `state` the rows that were taken, and the tokens of prompts and completions, with those of aborted
         groups. Return all samples that finished, of which the step trains on the `trained` ones, and the metrics.
@@ -81,14 +81,13 @@ class Collector:
                 counts.update({f"rewards/{name}/{what}": count for name, count in of_functions.items()})
             for name, values in judged.logged.items():
                 logged[name] += values
-            samples += judged.completions
-            differ = have_spread(judged.completions, self.rewards, args)
-            spread += differ
-            if args.dynamic_sampling:
-                in_loss = [not _left_out(sample, args) for sample in judged.completions]
-                teaching += [differs and any(in_loss[i * size : (i + 1) * size]) for i, differs in enumerate(differ)]
-            else:
-                teaching += [True] * wanted
+            of_batch = with_advantages(judged.completions, self.rewards, args)
+            samples += of_batch
+            groups = [of_batch[i : i + size] for i in range(0, len(of_batch), size)]
+            spread += [any(s.informative for s in group) for group in groups]
+            teaching += [
+                not args.dynamic_sampling or any(s.informative and not s.masked for s in group) for group in groups
+            ]
             if sum(teaching) == args.prompts_per_step:
                 break
         columns = dict.fromkeys(chain.from_iterable(s.extras for s in samples))  # None where a batch logged no such
@@ -96,7 +95,10 @@ class Collector:
         # Take the earliest groups that teach, then the earliest dropped ones, and keep them in the order of their draw.
         chosen = sorted(sorted(range(len(teaching)), key=lambda i: not teaching[i])[: args.prompts_per_step])
         trained = [i for group in chosen for i in range(group * size, (group + 1) * size)]
-        for i, sample in zip(trained, with_advantages([samples[i] for i in trained], self.rewards, args), strict=True):
+        of_step = [samples[i] for i in trained]
+        if len(live) > 1:  # the scale of advantages is that of the trained groups, which come from several batches
+            of_step = with_advantages(of_step, self.rewards, args)
+        for i, sample in zip(trained, of_step, strict=True):
             samples[i] = dataclasses.replace(sample, trained=True)
         state.count(taken, sum(map(len, samples)) + lost, of=len(self.source))
         metrics = dict(counts) | {name: sum(values) / len(values) for name, values in logged.items()}
@@ -235,27 +237,10 @@ def with_advantages(samples: Sequence[Sample], rewards: Rewards, args: GRPOConfi
             clip=None if stepped else args.advantage_clip,
         )
     done = [
-        dataclasses.replace(sample, advantage=advantage, masked=_left_out(sample, args))
+        dataclasses.replace(sample, advantage=advantage, masked=args.mask_truncated_completions and sample.truncated)
         for sample, advantage in zip(samples, advantages.tolist(), strict=True)
     ]
     return _with_steps(done, stepped, rewards, args) if stepped else done
-
-
-def have_spread(samples: Sequence[Sample], rewards: Rewards, args: GRPOConfig) -> list[bool]:
-    """Tell of each group whether its rewards differ, so that advantages are not 0."""
-    verdicts, stepped = _verdicts(samples, rewards, args)
-    counts = {name: weight != 0 for name, weight in zip(rewards.names, rewards.weights, strict=True)}
-    if args.multi_objective_aggregation == "normalize_then_sum":
-        verdicts = verdicts[:, list(counts.values())]
-    else:
-        verdicts = rewards.total(verdicts)[:, None]
-    size, spread = args.num_generations, []
-    for start in range(0, len(samples), size):
-        group = samples[start : start + size]
-        given = [set(column[~column.isnan()].tolist()) for column in verdicts[start : start + size].T]
-        given += [{r for s in group for _, r in s.steps.get(name, ())} for name in stepped if counts[name]]
-        spread.append(any(len(values) > 1 for values in given))
-    return spread
 
 
 def _verdicts(samples, rewards, args):
@@ -264,10 +249,6 @@ def _verdicts(samples, rewards, args):
     per_function = reward_matrix(samples)
     per_function[:, [rewards.names.index(name) for name in stepped]] = math.nan
     return per_function, stepped
-
-
-def _left_out(sample, args):
-    return args.mask_truncated_completions and sample.truncated
 
 
 def _with_steps(samples, stepped, rewards, args):
@@ -290,7 +271,7 @@ def _with_steps(samples, stepped, rewards, args):
 def reward_metrics(samples: Sequence[Sample], totals: torch.Tensor, spread: Sequence[bool]) -> dict[str, float]:
     """Measure how the samples of a step were rewarded.
 
-    `totals` [S] are NaN where no reward was given. `spread` tells of each group whether its rewards differ.
+    `totals` [S] are NaN where no reward was given. `spread` holds for each group whether an advantage is not 0.
     """
     per_function = reward_matrix(samples)
     advantages = torch.tensor([sample.advantage for sample in samples], dtype=torch.float64)

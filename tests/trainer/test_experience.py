@@ -92,6 +92,30 @@ def test_groups_without_spread_are_replaced(folder, tmp_path):
     assert values["dynamic_sampling/num_gen_batches"] == 1 and values["dynamic_sampling/dropped_groups"] == 0
 
 
+def test_rewards_that_cancel_do_not_make_a_group_informative(folder, tmp_path):
+    def opposite(completions, prompts, **_):
+        return [-(i % 2) if prompt == "00" else 0.0 for i, prompt in enumerate(prompts)]
+
+    trainer = make_trainer(
+        folder, tmp_path, "1" * 10, [by_plan, opposite], multi_objective_aggregation="normalize_then_sum"
+    )
+    values, experience = stepped(trainer)
+    assert rows_of(experience, trainer) == [1, 2, 3, 4] and values["frac_informative"] == 4 / 5
+
+
+def test_a_group_is_dropped_if_only_masked_completions_have_advantages(folder, tmp_path):
+    def reward(completions, prompts, completion_ids, **_):
+        full = [prompt != "00" or len(ids) == 6 for prompt, ids in zip(prompts, completion_ids, strict=True)]
+        return [float(i % 2) if given else None for i, given in enumerate(full)]
+
+    trainer = make_trainer(folder, tmp_path, "1" * 10, reward, mask_truncated_completions=True)
+    stop_at(trainer, 6)
+    values, experience = stepped(trainer)
+    first = experience[:4]
+    assert {s.informative for s in first if s.truncated} == {True} and not all(s.truncated for s in first)
+    assert rows_of(experience, trainer) == [1, 2, 3, 4] and values["dynamic_sampling/dropped_groups"] == 1
+
+
 def test_the_bound_ends_a_step_and_dropped_groups_fill_up(folder, tmp_path):
     trainer = make_trainer(folder, tmp_path, "0100" + "000" + "0" * 7, dynamic_sampling=2)
     for rows, filled, moves in (([0, 1, 2, 3], 3, True), ([7, 8, 9, 10], 4, False)):
