@@ -15,8 +15,6 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from fastgrpo.run.checkpoint import verify
-
 
 def varied(completions, **_):
     return [sum(map(ord, text)) % 7 for text in completions]
@@ -49,11 +47,8 @@ def read(path):
 
 def test_a_folder_is_a_model_of_its_architecture(folder):
     config = read(folder / "config.json")
-    assert (config["architectures"], config["model_type"], config["dtype"]) == (
-        ["Qwen2ForCausalLM"],
-        "qwen2",
-        "bfloat16",
-    )
+    named = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "dtype": "bfloat16"}
+    assert named.items() <= config.items()
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert not {"auto_map", "quantization_config", "attn_implementation", "_attn_implementation"} & set(config)
     assert [path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")] == ["model.safetensors"]
@@ -66,16 +61,6 @@ def test_a_folder_is_a_model_of_its_architecture(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     assert (folder / "chat_template.jinja").read_text() == tokenizer.chat_template == tiny.CHAT_TEMPLATE
     assert GenerationConfig.from_pretrained(folder).eos_token_id == tokenizer.eos_token_id == 1
-
-
-def test_transformers_loads_the_trained_weights(trained):
-    plain = trained["plain"]
-    model = AutoModelForCausalLM.from_pretrained(plain.log.dir / "checkpoint-2", dtype="auto")
-    assert model.dtype == torch.bfloat16
-    base = AutoModelForCausalLM.from_pretrained(plain.log.dir.parent / "model", dtype=torch.bfloat16).state_dict()
-    weights = plain.model.state_dict()
-    assert all(value.equal(weights[name].cpu()) for name, value in model.state_dict().items())
-    assert any(not value.equal(base[name]) for name, value in model.state_dict().items())
 
 
 def logits(model):
@@ -113,8 +98,4 @@ def test_every_folder_has_a_model_card(trained):
         card = ModelCard.load(path / "README.md")
         assert card.data.library_name == library and "grpo" in card.data.tags
         assert "| steps" in card.text and str(path.parent.parent) not in card.content
-        if (path / "manifest.json").exists():
-            verify(path, of_run=True)
-    (plain / "checkpoint-2" / "README.md").write_text("mine")
-    with pytest.raises(ValueError, match=r"README\.md is damaged"):
-        verify(plain / "checkpoint-2")
+    assert "README.md" in read(plain / "checkpoint-2" / "manifest.json")["files"]

@@ -1,9 +1,6 @@
-"""The life of a trainer in one Python process, as in a notebook: made anew, interrupted, and used after its run."""
-
-import signal
+"""The life of a trainer in one Python process, as in a notebook: made anew, and used after its run."""
 
 import pytest
-from resumed import Crash, crash, signalled
 from runs import PROMPTS, make_trainer, share_of_a
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -36,17 +33,3 @@ def test_held_out_rows_can_be_measured_after_the_run(tmp_path):
     logged = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     assert trainer.evaluate()["eval/accuracy"] == trainer.state.accuracy_after
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == logged
-
-
-@pytest.mark.parametrize(
-    "reward, end", [(crash(2), Crash), (signalled(1, signal.SIGINT, share_of_a), KeyboardInterrupt)]
-)
-def test_a_run_that_was_interrupted_goes_on_in_a_new_trainer(tmp_path, reward, end):
-    settings = {"max_steps": 4, "save_steps": 1, "resume_from_checkpoint": "auto"}
-    trainer = make_trainer(tmp_path, reward, **settings)
-    with pytest.raises(end):
-        trainer.train()
-    with pytest.raises(ValueError, match=ENDED):
-        trainer.train()
-    trainer = make_trainer(tmp_path, share_of_a, **settings)
-    assert trainer.log.checkpoint.name == "checkpoint-1" and trainer.train()["steps"] == 4

@@ -12,7 +12,6 @@ import tiny
 import tiny_gguf
 import torch
 from mistakes import Case, check, raising
-from safetensors.torch import load_file, save_file
 
 from fastgrpo import train
 
@@ -24,30 +23,23 @@ LINES = {
     "train --learning_rat 1": "learning_rat.*did you mean --learning_rate",
     "train gsm8k": "gsm8k",
     "train --beta": "'--beta'",
-    "train --beta much": "--beta.*'much'",
     "train --gradient_checkpointing maybe": "gradient_checkpointing",
     "train --num_generations 1": "num_generations must be at least 2, got 1",
-    "train --learning_rate inf": "learning_rate",
     "train --max_steps " + "9" * 400: "max_steps",
-    "train --seed -1": "seed",
-    "train --loss_type ppo": "--loss_type",
     "train --device gpu": "device",
     "train --max_num_seqs 4": "max_num_seqs=4 .* num_generations=8",
     "train --task gsm8k --updates_per_rollout 9": "updates_per_rollout=9",
     "train --task gsm9k": "task .*'gsm9k'",
     "train --task ../elsewhere": "task",
-    "train --task gsm8k": "--model_name_or_path",
     "train --dataset_name x.jsonl": "arithmetic makes its own data",
     "train --task bandit --beta 0": "pass --kl k3",  # which the bandit's recipe sets
     "train --lr_scheduler_type cosin": "lr_scheduler_type 'cosin'",
-    "train --config": "--config",
     "train --config no.yaml": "no.yaml",
     "train --config .": r"cannot be read: \.",
     "train --config {model}/model.safetensors": "safetensors is not YAML",
     f"train --config {LONG}": "too long",
     f"train {RUN} --model_name_or_path {{model}} --output_dir {LONG}": "output_dir",
     f"train {RUN} --model_name_or_path {{model}} --output_dir {{rows}}/x": "output_dir",
-    f"train {RUN} --model_name_or_path {{model}} --output_dir {{folder}}": "lies inside output_dir",
     f"train {RUN} --model_name_or_path {LONG}": "x+. cannot be loaded",
     f"train {RUN} --model_name_or_path ./no/such": "no such model folder: ./no/such",
     f"train {RUN} --model_name_or_path none.gguf": "none.gguf",
@@ -57,7 +49,6 @@ LINES = {
     "train --beta 1 --sweep beta=0,1": "beta is set by the sweep",
     "train --sweep output_dir=a,b": "output_dir is set by the sweep",
     f"train {RUN} --sweep model_name_or_path={{model}},/no/such": "no such model folder: /no/such",
-    f"train {RUN} --sweep model_name_or_path={{model}},none.gguf": "none.gguf",
     f"train {RUN} --model_name_or_path {{model}} --output_dir {{model}} --sweep_seeds 0,1": "holds no sweep",
     "evaluate": "model",
     "evaluate /no/such": "/no/such",
@@ -67,9 +58,7 @@ LINES = {
     f"evaluate {{model}} {RUN} --output {{rows}}/x": "train.jsonl/x",
     "chat": "an argument is missing",
     "chat {model} --top_p 2": "top_p",
-    "chat {model} --temperature 1e-40 --prompt a": "temperature",
     "chat {model} --prompt " + "abc" * 700: "2100 tokens",
-    f"chat {LONG}.gguf": "too long",
     "doctor --model /no/such": "/no/such",
     "doctor --beta 1": "--model",
     "report": "folder of a run",
@@ -96,42 +85,15 @@ def test_a_command_line(line, case, capfd):
     assert not case.run.exists() and not (case.folder / "runs").exists()
 
 
-YAML = {
-    "beta: [": "mine.yaml is not YAML",
-    "learning_rat: 1": "'learning_rat'; did you mean 'learning_rate'",
-    "beta: much": "beta .*'much'",
-    "beta:": "beta .*None",
-    "output_dir: 7": "mine.yaml: output_dir",
-    "use_peft: 7": "use_peft",
-    "max_steps: .nan": "max_steps",
-    "beta: 1\nbeta: 2": "beta is given twice",
-    "1: 2": "mine.yaml: .*got 1",
-    "[" * 5000: "nested",
-    "task: &a [x]\ndevice: *a": "line 2 has an alias",
-}
-
-
-@pytest.mark.parametrize("text", YAML, ids=lambda text: text[:20])
-def test_a_recipe(text, tmp_path, capfd):
+@pytest.mark.parametrize("text, named", [("beta: much", "beta .*'much'"), ("beta: 1\nbeta: 2", "beta is given twice")])
+def test_a_recipe(text, named, tmp_path, capfd):
     (tmp_path / "mine.yaml").write_text(text)
-    check(train.main, ["--config", str(tmp_path / "mine.yaml")], YAML[text], capfd)
+    check(train.main, ["--config", str(tmp_path / "mine.yaml")], named, capfd)
 
 
 def written(file, content):
     """Write a file of the model."""
     return lambda c: (c.model / file).write_text(content)
-
-
-def lacking_weights(c):
-    weights = load_file(c.model / "model.safetensors")
-    del weights["model.norm.weight"]
-    save_file(weights, c.model / "model.safetensors", metadata={"format": "pt"})
-
-
-def endless(c):
-    c.edit("tokenizer_config.json", eos_token=None)
-    c.edit("config.json", eos_token_id=None)
-    (c.model / "generation_config.json").unlink()
 
 
 class Code:
@@ -162,28 +124,20 @@ MODELS = {
     "an empty folder": (lambda c: shutil.rmtree(c.model) or c.model.mkdir(), "model' cannot be loaded"),
     "damaged config": (written("config.json", "{oops"), "model' cannot be loaded.*damaged"),
     "brackets for a config": (written("config.json", "[" * 100_000), "model'"),
-    "number for a config": (written("config.json", "7"), "model'"),
-    "field of another type": (lambda c: c.edit("config.json", hidden_size="32"), "config.json: .*'hidden_size'"),
     "unknown activation": (lambda c: c.edit("config.json", hidden_act="x"), "model' cannot be loaded"),
     "null for a tokenizer": (written("tokenizer.json", "null"), "the tokenizer of .*model'"),
     "empty generation config": (written("generation_config.json", ""), "generation_config.json of .*model'"),
     "cut weights": (lambda c: os.truncate(c.model / "model.safetensors", 1000), "model' cannot be loaded"),
-    "lacking weights": (lacking_weights, "lacks 1 of its weights .model.norm.weight"),
     "another width": (lambda c: c.edit("config.json", intermediate_size=7), "6 weights of other shapes"),
-    "fewer layers than weights": (
-        lambda c: c.edit("config.json", num_hidden_layers=1, layer_types=["full_attention"]), "12 weights of layers",
-    ),
     "vocabulary beyond the embedding": (
         lambda c: (shutil.rmtree(c.model), tiny.save(c.model, vocab_size=100)), "the tokenizer has 258 tokens",
     ),
-    "no end token": (endless, "eos_token"),
     "pickled code for weights": (pickled, "a .bin file is damaged or holds code"),
     "quantized weights": (lambda c: c.edit("config.json", quantization_config=GPTQ), r"quantization_config .*\(gptq\)"),
     "gguf without its package": (lambda c: (gguf()(c), c.monkeypatch.setitem(os.sys.modules, "gguf", None)),
                                  r"tiny.gguf .*pip install 'fastgrpo\[gguf\]'"),
     "two gguf files": (gguf(lambda file: shutil.copy(file, file.with_name("b.gguf"))), "b.gguf, tiny.gguf"),
     "cut gguf": (gguf(lambda file: file.write_bytes(file.read_bytes()[:3000])), "model' cannot be loaded"),
-    "another kind of file": (gguf(lambda file: file.write_bytes(b"PK" * 999)), "model' cannot be loaded"),
     "gguf of another architecture": (gguf(architecture="rwkv6"), "rwkv6"),
 }  # fmt: skip
 
@@ -224,15 +178,10 @@ def test_no_field_of_a_model_makes_a_command_look_for_a_kernel(value, case, capf
 
 ROWS = {
     # lines of train.jsonl behind a good one and an empty one: what the message names
-    "{oops": "train.jsonl:3: not JSON",
-    "[1]": "train.jsonl:3",
     "[" * 100_000: "train.jsonl:3: not JSON",
     '{"question": "b"}': "train.jsonl:3: .*'prompt'",
-    '{"prompt": 7}': "train.jsonl:3: .* got 7",
     '{"prompt": ""}': "train.jsonl:3: the prompt '' has no tokens",
     '{"prompt": [{"role": "user", "content": "hi"}]}': "train.jsonl:3: .*chat template",
-    '{"prompt": "a\\ud83d"}': r"train.jsonl:3: .*'\\ud83d'",
-    '{"prompt": "a", "completions": 1}': "train.jsonl:3: the column 'completions'",
     json.dumps({"prompt": "abc" * 700}): "train.jsonl:3: .* has 2100 tokens",
 }
 
@@ -263,8 +212,6 @@ RUNS = {
     "no such split": ({"dataset_name": ".", "dataset_train_split": "dev"}, None, "'dev'"),
     "no rows": ({}, lambda c: c.write(""), "train.jsonl has no rows"),
     "rows that are not UTF-8": ({}, lambda c: c.rows.write_bytes(b'{"prompt": "\xe9"}\n'), "train.jsonl:1: not UTF-8"),
-    "rows in a pipe": ({}, lambda c: (c.rows.unlink(), os.mkfifo(c.rows)), "train.jsonl is a pipe"),
-    "rows in a device": ({"dataset_name": "/dev/zero"}, None, "/dev/zero"),
     "a held-out row": (
         {"dataset_name": "."}, lambda c: (c.folder / "test.jsonl").write_text('{"question": "?"}\n'), "test.jsonl:1",
     ),
@@ -282,20 +229,12 @@ RUNS = {
     ),
     "no reward": ({"reward_funcs": None}, None, "--reward_funcs"),
     "an unknown reward": ({"reward_funcs": "brevity"}, None, "'brevity'"),
-    "a reward module that is not there": ({"reward_funcs": "no_such:f"}, None, "'no_such:f'"),
-    "a reward that its module lacks": (F, None, "own_rewards:f'"),
-    "a reward that is no function": ({"reward_funcs": "own_rewards:__name__"}, None, "cannot be called"),
     "a reward module that exits": (
         F, lambda c: (c.folder / "own_rewards.py").write_text("raise SystemExit(0)"), "own_rewards:f' .*SystemExit",
     ),
-    "a reward that raises": (F, reward("raise KeyError('answer')"), r"'f' raised KeyError.*own_rewards.py:4"),
-    "a reward that exits": (F, reward("sys.exit(0)", "async def"), "'f' raised SystemExit"),
-    "rewards of another count": (F, reward("return [1.0]"), "'f' returned 1 rewards for 4"),
+    "a reward that exits": (F, reward("sys.exit(0)", "async def"), "'f' raised SystemExit.*own_rewards.py:4"),
     "rewards that are all None": (F, reward("return [None] * 4"), "f gave none of 4"),
-    "a column that JSON cannot hold": (F, reward("log_extra('note', [{1}] * 4)"), "'f' raised .*'note'"),
     "weights of other rewards": ({"reward_weights": "[1, 2]"}, None, "reward_weights"),
-    "a weight beyond fp32": ({"reward_weights": "1e200"}, None, "reward_weights"),
-    "adapters that are off": ({"lora_r": 4}, None, "lora_r has an effect only where use_peft"),
     "a gpu that is not there": (
         {"device": "cuda"}, lambda c: c.patch("torch.cuda.is_available", lambda: False), "device='cuda'",
     ),
@@ -309,12 +248,10 @@ RUNS = {
     "a folder with something in it": (
         {}, lambda c: (c.run.mkdir(), (c.run / "notes").write_text("x")), "run .*--overwrite_output_dir",
     ),
-    "a file for a folder": ({}, lambda c: c.run.write_text("x"), "run is a file"),
     "a folder without permission": (
         {}, lambda c: c.patch("pathlib.Path.mkdir", raising(PermissionError(errno.EACCES, "Not yours", "/x"))),
         "output_dir /x",
     ),
-    "a model inside of the run": ({}, lambda c: setattr(c, "model", shutil.move(c.model, c.run)), "inside output_dir"),
     "a full disk": (
         {}, lambda c: c.patch("transformers.PreTrainedModel.save_pretrained", raising(FULL)),
         "checkpoint-1 .*No space left.*--resume_from_checkpoint auto",

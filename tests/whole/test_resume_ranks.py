@@ -2,10 +2,9 @@
 
 As a script it forks ranks; the arguments are a folder, the folder of the runs, and a size:
 
-killed         a run whose two ranks are killed inside of saves
-small          runs that crash and go on, and runs that do not, on two ranks
-kills          runs whose two ranks are killed again and again
-crashed-COUNT  runs that crash on so many ranks, and on-COUNT those that go on on so many
+killed    a run whose two ranks are killed inside of saves
+small     runs that crash and go on, and runs that do not, on two ranks
+kills     runs whose two ranks are killed again and again
 """
 
 import os
@@ -23,7 +22,6 @@ import tiny
 import torch
 from ranks import LIMIT, fork, forked
 from resumed import Crash, assert_same_run, crash, make_trainer, untimed
-from runs import share_of_a
 from safetensors.torch import load_file
 
 from fastgrpo.ranks import Ranks, join
@@ -34,18 +32,8 @@ STEPS = {
     "ref_model_sync_steps": 2,
 }  # fmt: skip
 KILLS = 10
-CHANGES = ((1, 2), (1, 4), (2, 1), (2, 4), (4, 2))  # numbers of processes that begin a run, and that go on
 DOINGS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}  # as Python names them to hooks
 CASE = 2 * LIMIT  # seconds that one case may take, some runs on a busy machine
-
-
-def crashing(trainer_state, completions, **_):
-    if trainer_state.global_step == 4 and len(completions) > 2:
-        raise Crash
-    return share_of_a(completions)
-
-
-crashing.__name__ = "share_of_a"
 
 
 def train(top, name, mode, **more):
@@ -144,28 +132,15 @@ def kills(top):
     return runs
 
 
-def changed(top, size):
-    """The runs that crash on a number of ranks, or that go on on one."""
-    what, _, count = size.partition("-")
-    runs = [(f"{before}-{after}-{mode}", mode, before, after) for before, after in CHANGES for mode in ("ddp", "fsdp2")]
-    if what == "crashed":
-        return {name: partial(crashed, top, name, mode, crashing) for name, mode, n, _ in runs if n == int(count)}
-    return {name: partial(go_on, top, name, mode, reward=share_of_a) for name, mode, _, n in runs if n == int(count)}
-
-
-def cases(top, size):
-    """What the ranks do, by the name of the case, in this order."""
-    made = {"killed": kills_in_saves, "small": small, "kills": kills}
-    return made[size](top) if size in made else changed(top, size)
+SIZES = {"killed": kills_in_saves, "small": small, "kills": kills}
 
 
 def started(folder, size):
     """Let ranks run all cases of a size: the folder of their runs, and a function of the end of a case."""
     top = folder / "runs"
-    if not top.exists():
-        tiny.save(top / "model")
+    tiny.save(top / "model")
     (folder / size).mkdir()
-    return top, forked(__file__, folder / size, top, size, limit=CASE * (1 + len(cases(top, size))))
+    return top, forked(__file__, folder / size, top, size, limit=CASE * (1 + len(SIZES[size](top))))
 
 
 def test_kills_inside_of_saves_cost_nothing_that_was_saved(tmp_path):
@@ -222,29 +197,6 @@ def many(tmp_path_factory):
     return started(tmp_path_factory.mktemp("killed"), "kills")
 
 
-def test_other_numbers_of_ranks_come_to_where_one_process_would(tmp_path):
-    top, said = tmp_path / "runs", {}
-    make_trainer(top, "one-whole", share_of_a, **STEPS).train()
-    for after, mode in ((after, mode) for before, after in CHANGES if before == 1 for mode in ("ddp", "fsdp2")):
-        with pytest.raises(Crash):
-            make_trainer(top, f"1-{after}-{mode}", crashing, **STEPS).train()
-    for size in ("crashed-2", "crashed-4", "on-2", "on-4"):
-        _, ended = started(tmp_path, size)
-        for case in cases(top, size):
-            codes, said[case] = ended(case)
-            assert set(codes) == {0}, "\n".join(said[case])
-    for mode in ("ddp", "fsdp2"):
-        for before, after in CHANGES:
-            run = top / f"{before}-{after}-{mode}"
-            if after == 1:
-                make_trainer(top, run.name, share_of_a, seed=1, resume_from_checkpoint="auto", **STEPS).train()
-            else:
-                written = "one process" if before == 1 else f"{before} processes with {mode}"
-                told = f"checkpoint-4 was written by {written}, and goes on with {after} processes with {mode}: "
-                assert told in said[run.name][0]
-            assert_close(run, top / "one-whole")
-
-
 if __name__ == "__main__":
     folder, top, size = sys.argv[1:]
-    fork(cases(Path(top), size), folder, count=int(size.partition("-")[2] or 2), at_once=1, limit=CASE)
+    fork(SIZES[size](Path(top)), folder, count=2, at_once=1, limit=CASE)

@@ -2,17 +2,14 @@
 
 import json
 import os
-from functools import partial
 
 import faulty_rewards
 import psutil
 import pytest
 import torch
-from mistakes import Case
 from runs import lines, make_trainer
 from transformers import TrainerCallback
 
-from fastgrpo import train
 from fastgrpo.rewards.guard import modes_kept
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -30,12 +27,11 @@ def workers():
 
 
 class Killer(TrainerCallback):
-    """Kills two workers."""
+    """Kills two workers, at steps when one is running: a fault of a reward may have ended them."""
 
     killed = 0
 
     def on_step_end(self, args, state, control, **_):
-        """Kill a worker, where one is up: a fault of a reward may have ended them just now."""
         if state.global_step >= 3 * (self.killed + 1) and self.killed < 2 and (found := workers()):
             found[0].kill()
             self.killed += 1
@@ -53,35 +49,6 @@ def test_a_run_with_faults_ends_and_leaves_no_process(tmp_path):
     assert killer.killed == 2 and found[-1]["step"] == 12
     for kind in ("errors", "timeouts"):
         assert sum(line.get(f"rewards/length/{kind}", 0) for line in found) > 0, kind
-
-
-def strictly(path):
-    """The lines of a file, which must be JSON in UTF-8 without NaN and Infinity."""
-    refuse = partial(pytest.fail, pytrace=False)
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def write_reward(case, body):
-    code = f"import sys\n\ndef f(completions, log_metric, log_extra, **_):\n    {body}\n    return [1.0] * 4\n"
-    (case.folder / "own_rewards.py").write_text(code)
-
-
-@pytest.mark.parametrize("body", ["sys.exit(0)", "return [10**400] * 4", "log_extra('note', [chr(0xD800)] * 4)"])
-def test_errors_are_counted_where_they_are_skipped(body, tmp_path, saved, monkeypatch):
-    case = Case(tmp_path, saved, monkeypatch)
-    write_reward(case, body)
-    assert train.main(case.argv(reward_funcs="own_rewards:f", reward_errors="skip")) == 0
-    (line,) = strictly(case.run / "metrics.jsonl")
-    assert line["rewards/f/errors"] == 4 and "reward" not in line
-    assert [sample["rewards"] for sample in strictly(case.run / "samples.jsonl")] == [{"f": None}] * 4
-
-
-def test_what_is_logged_may_be_nan(tmp_path, saved, monkeypatch):
-    case = Case(tmp_path, saved, monkeypatch)
-    write_reward(case, "log_metric('m', float('nan')); log_extra('note', [float('inf')] * 4)")
-    assert train.main(case.argv(reward_funcs="own_rewards:f")) == 0
-    assert strictly(case.run / "metrics.jsonl")[0]["m"] is None
-    assert {sample["note"] for sample in strictly(case.run / "samples.jsonl")} == {None}
 
 
 held = []  # torch would leave inference mode where the guard of the mode is lost
@@ -127,11 +94,11 @@ def test_a_run_is_the_same_with_a_function_that_spoils_all_that_it_gets(tmp_path
         path = tmp_path / function.__code__.co_name
         make_trainer(path, function, rows, rows[:1], chat=True, eval_steps=1).train()
         run = path / "run"
-        metrics = strictly(run / "metrics.jsonl")
+        metrics = lines(run / "metrics.jsonl")
         times = {name for line in metrics for name in line if "time" in name or "/s" in name or name == "rollout/share"}
         metrics = [{name: value for name, value in line.items() if name not in times} for line in metrics]
         weights = (run / "checkpoint-2" / "model.safetensors").read_bytes()
-        written.append((metrics, strictly(run / "samples.jsonl"), weights))
+        written.append((metrics, lines(run / "samples.jsonl"), weights))
     assert written[0] == written[1]
     assert any(line.get("grad_norm", 0) > 0 for line in written[0][0])
     assert json.dumps(rows) == before and os.getcwd() == folder
