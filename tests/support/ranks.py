@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 from paths import ROOT
 
 LIMIT = 60.0  # seconds that a case may take
@@ -61,12 +63,8 @@ class Job:
 
     def alive(self):
         """The processes of this job that live, the launcher among them."""
-        found, mark = set(), f"{self.mark}=1".encode()
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):  # it has ended meanwhile, or belongs to someone else
-                if mark in path.read_bytes().split(b"\0"):
-                    found.add(int(path.parent.name))
-        return found
+        processes = psutil.process_iter(["environ"])
+        return {each.pid for each in processes if self.mark in (each.info["environ"] or ())}
 
     def kill(self):
         """End the launcher and all that it started, also where the launcher has ended before."""
@@ -104,84 +102,57 @@ def fork(cases, folder, count=3, at_once=4, limit=LIMIT):
     """Fork ranks for each of several cases, from a process that has imported what they need.
 
     `cases` has what each rank of a case does, by the case's name. A rank's output goes to CASE/RANK in the folder, and
-    the exit codes of all to codes.json: None for ranks that had to be killed after `limit` seconds. Nobody ends the
-    ranks that are left when one has failed, as torchrun would: they must end by themselves.
+    the exit codes of all to codes.json: None for ranks that had to be killed after `limit` seconds. When a rank fails,
+    nothing ends the others, as torchrun would: they must end by themselves.
     """
-    keeper, ports = _keep_stores(len(cases))
-    codes = {case: {} for case in cases}
-    try:
-        waiting = list(zip(cases.items(), ports, strict=True))
-        while waiting:
-            _fork_some(waiting[:at_once], Path(folder), count, codes, limit)
-            del waiting[:at_once]
-    finally:
-        os.kill(keeper, signal.SIGKILL)
-        os.waitpid(keeper, 0)
-    (Path(folder) / "codes.json").write_text(json.dumps(codes))
-
-
-def _fork_some(cases, folder, count, codes, limit):
-    """Run some cases at once, and note the exit codes of their ranks."""
-    running = {}
-    try:
-        for (case, body), port in cases:
+    forking, folder, codes = multiprocessing.get_context("fork"), Path(folder), {}
+    reading, writing = forking.Pipe(duplex=False)
+    keeper = forking.Process(target=_keep_stores, args=(len(cases), writing), daemon=True)
+    keeper.start()
+    waiting = list(zip(cases.items(), reading.recv(), strict=True))
+    while waiting:
+        running = {}
+        for (case, body), port in waiting[:at_once]:
             (folder / case).mkdir()
             for rank in range(count):
-                pid = os.fork()
-                if pid == 0:
-                    _be_rank(body, folder / case / str(rank), rank, count, port)
-                running[pid] = case, rank
+                arguments = body, folder / case / str(rank), rank, count, port
+                running[case, rank] = forking.Process(target=_be_rank, args=arguments)
+                running[case, rank].start()
+        del waiting[:at_once]
         end = time.monotonic() + limit
-        while running and time.monotonic() < end:
-            for pid in list(running):
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    case, rank = running.pop(pid)
-                    codes[case][rank] = os.waitstatus_to_exitcode(status)
-            if all(rank in HANGING.get(case, ()) for case, rank in running.values()):
-                break
-            time.sleep(0.02)
-    finally:
-        for pid in running:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        for (case, rank), process in running.items():
+            if rank not in HANGING.get(case, ()):
+                process.join(max(0, end - time.monotonic()))
+        for (case, rank), process in running.items():
+            codes.setdefault(case, {})[rank] = process.exitcode
+            process.kill()
+    keeper.kill()
+    (folder / "codes.json").write_text(json.dumps(codes))
 
 
-def _keep_stores(count):
-    """Fork a process that keeps stores, as torchrun does, and return it and their ports."""
+def _keep_stores(count, ports):
+    """Keep stores, as torchrun does, and send their ports."""
     import torch.distributed as dist
 
-    reading, writing = os.pipe()
-    keeper = os.fork()
-    if keeper == 0:
-        stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(count)]
-        os.write(writing, json.dumps([store.port for store in stores]).encode())
-        os.close(writing)
-        signal.pause()
-    os.close(writing)
-    with os.fdopen(reading) as ports:
-        return keeper, json.load(ports)
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(count)]
+    ports.send([store.port for store in stores])
+    signal.pause()
 
 
 def _be_rank(body, path, rank, count, port):
-    """Run one rank of a case, as a launcher would start it, and end the process: it never returns."""
-    code = 1
+    """Run one rank of a case, as a launcher would start it, and end the process."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    out = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(out, 1), os.dup2(out, 2)
     try:
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        out = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(out, 1), os.dup2(out, 2)
-        code = body() or 0
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    except BaseException as error:
+        code = body()
+    except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
     finally:
-        try:
-            sys.stdout.flush(), sys.stderr.flush()
-            atexit._run_exitfuncs()
-        finally:
-            os._exit(code)
+        atexit._run_exitfuncs()
+    sys.exit(code)
 
 
 def forked(script, folder, *argv, limit=30 * LIMIT):
