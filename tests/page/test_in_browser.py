@@ -2,8 +2,10 @@
 
 import pytest
 from chromium import chromium  # noqa: F401, a fixture
+from page_runs import NASTY, TOKENS, sample, write_run
 from selenium.webdriver.common.keys import Keys
-from shown_runs import NASTY, TOKENS, row, write_report, write_run
+
+from fastgrpo import report as report_command
 
 CONTRASTS = """
 const channels = (text) => text.match(/[\\d.]+/g).map(Number);
@@ -33,6 +35,12 @@ return found.sort((x, y) => x[0] - y[0]);
 """
 
 
+def row(step, group, completion, reward, **more):
+    rewards = {"right": reward, "<b>short</b>": -reward}
+    more = {"prompt": f"sum {step}.{group}", "rewards": rewards, "advantage": reward - 1, "clipped": 0.4, **more}
+    return sample(step, reward, group, completion, tokens=5 - reward, **more)
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     """A page of two runs: one with tokens and texts that try to do something, an older one without."""
@@ -46,9 +54,13 @@ def report(tmp_path_factory):
     ]
     rows += [row(41, 0, text, i, prompt=turns, mine="<u>extra</u>") for i, text in enumerate(NASTY[:-1])]
     rows += [row(41, 0, NASTY[-1], 4, **TOKENS)]
-    new = write_run(folder / "<new> run", rows)
-    old = write_run(folder / "older", [row(step, 0, f"old {step}", 1) for step in (1, 30)], seed=7)
-    return write_report(folder / "report.html", new, old)
+    new = write_run(folder / "<new> run", samples=rows, config={"seed": 42, "beta": 0.01})
+    older = [row(step, 0, f"old {step}", 1) for step in (1, 30)]
+    old = write_run(folder / "older", samples=older, config={"seed": 7, "beta": 0.01})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report_command, "draw_curves", lambda run, **_: run / "curves.png")
+        assert report_command.main([str(new), str(old), "--output", str(folder / "report.html")]) == 0
+    return folder / "report.html"
 
 
 @pytest.fixture

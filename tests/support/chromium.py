@@ -1,17 +1,8 @@
-"""Debian's Chromium, driven by selenium: one browser for all tests of pages, without network use of its own.
+"""Debian's Chromium, driven by selenium: one browser for all tests of pages, without network use of its own."""
 
-As a command it takes the picture of a report that the README shows:
-
-    python tests/support/chromium.py RUN/report.html PICTURE.png
-"""
-
-import argparse
 import json
 import os
 import shutil
-import tempfile
-import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +10,7 @@ from selenium import webdriver
 from selenium.common.exceptions import ElementClickInterceptedException
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.support.ui import WebDriverWait
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = (
@@ -90,19 +82,9 @@ class Browser:
         )
 
     def click(self, selector, seconds=30):
-        """Click as a person does: the element is scrolled to and must not lie under another one.
-
-        A diagram that is drawn late moves what stands below it, which a person waits for. An element that is still
-        covered or outside of the window after this time is a failure.
-        """
-        end = time.monotonic() + seconds
-        while True:
-            try:
-                return self.driver.find_element("css selector", selector).click()
-            except ElementClickInterceptedException:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.05)
+        """Scroll to an element and click it. A diagram that is drawn late may cover it for a while."""
+        waiting = WebDriverWait(self.driver, seconds, 0.05, [ElementClickInterceptedException])
+        waiting.until(lambda driver: driver.find_element("css selector", selector).click() is None)
 
     def type(self, selector, *keys):
         """Type into an element."""
@@ -114,48 +96,12 @@ class Browser:
 
     def until(self, code, seconds=30):
         """Wait until JavaScript returns something true, and return it. Too late is a failure that names the code."""
-        end = time.monotonic() + seconds
-        while not (found := self.run(code)):
-            assert time.monotonic() < end, f"still not true after {seconds} s: {code}"
-            time.sleep(0.05)
-        return found
-
-    def picture(self, path):
-        """Save what the window shows."""
-        assert self.driver.save_screenshot(str(path))
-
-
-@contextmanager
-def opened():
-    """A browser with a profile of its own, which is deleted with it."""
-    with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile:
-        browser = Browser(profile)
-        try:
-            yield browser
-        finally:
-            browser.driver.quit()
+        return WebDriverWait(self.driver, seconds, 0.05).until(lambda _: self.run(code), f"still not true: {code}")
 
 
 @pytest.fixture(scope="session")
-def chromium():
-    """The one browser of all tests. Import it where it is used; its pages are not closed, but left."""
-    with opened() as browser:
-        yield browser
-
-
-def main():
-    parser = argparse.ArgumentParser(description="Take a picture of a report.")
-    parser.add_argument("report", type=Path, help="the HTML that python -m fastgrpo.report RUN wrote")
-    parser.add_argument("picture", type=Path, help="the PNG")
-    parser.add_argument("--width", type=int, default=1280, help="of the picture in pixels")
-    parser.add_argument("--height", type=int, default=1600, help="of the picture in pixels")
-    args = parser.parse_args()
-    with opened() as browser:
-        browser.open(args.report.resolve(), args.width, args.height)
-        time.sleep(1)  # plotly draws after the page has loaded
-        browser.picture(args.picture)
-    print(args.picture)
-
-
-if __name__ == "__main__":
-    main()
+def chromium(tmp_path_factory):
+    """The one browser of all tests, with an empty profile. Import it where it is used."""
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.driver.quit()

@@ -1,6 +1,18 @@
-"""Small folders of runs for the tests of the page."""
+"""Small folders of runs for the tests of the page, texts that try to do something, and numbers of tokens."""
 
 import json
+
+NASTY = (
+    "</script><script>window.pwned = 1</script><!--",
+    "<img src=x onerror='window.pwned = 2'><svg onload=window.pwned=3>",
+    "\x1b[31mred\x1b[0m \x00 \u202egnp.exe\u202c tab\there\nnew line \U000e0041\ud800.",
+    "A" * 1_000_000,
+    "😀 ja, 4 "  # its tokens are below
+)  # fmt: skip
+TOKENS = {
+    "token_ends": [1, 2, 5, 7, 7], "logps": [-0.01, -0.3, -2.5, -7.0, -1.0], "ratios": [1.0, 0.7, 1.1, 1.3, 1.0],
+    "clipped_tokens": [1, 3],
+}  # fmt: skip
 
 
 def write_run(folder, steps=4, *, config=None, summary=None, warnings=(), samples=(), evaluated=(), **metrics):
