@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,24 +18,13 @@ from fastgrpo.config.command import LEFT, escape_controls, prepare_streams, read
 from fastgrpo.config.recipe import parse
 
 
-def raising(error):
-    def fail(argv):
-        raise error
-
-    return fail
-
-
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize(
     "argv, named",
     [
-        (["--learning_rat", "1"], r"--learning_rat, 1; did you mean --learning_rate\?$"),
-        (["--learning-rat=1"], r"--learning-rat=1; did you mean --learning_rate\?$"),
-        (
-            ["--learning_rat", "1", "--qqq", "--bta", "2", "--learning_rat", "3"],
-            r"; did you mean --learning_rate for --learning_rat\?; did you mean --beta for --bta\?$",
-        ),
-        (["--qqq", "1", "--www", "2"], "; see python -m fastgrpo.train --help$"),
+        (["--learning-rat=1"], "did you mean --learning_rate"),
+        (["--learning_rat", "1", "--qqq", "--bta", "2"], "--learning_rate for --learning_rat.*--beta for --bta"),
+        (["--qqq", "1", "--www", "2"], "--help"),
         (["--quiet", "maybe"], "quiet.*True.*False"),
     ],
 )
@@ -81,47 +71,40 @@ def test_bash_completes_flags(capsys, tmp_path):
     assert offered.splitlines() == ["--num_generations"] and registered.endswith("fastgrpo-train")
 
 
-def test_debug_shows_the_traceback(capsys):
-    assert train.main(["--task", "gsm8k", "--debug"]) == 2
-    told = capsys.readouterr().err
-    assert "Traceback" in told and told.strip().splitlines()[-1].startswith("error: task gsm8k needs")
-
-
 def test_an_error_of_a_library_says_where_it_was_raised(capsys):
     assert run_command(lambda argv: json.loads("{"), []) == 2
     first, second = capsys.readouterr().err.strip().splitlines()
-    assert first.startswith("error: Expecting property name") and re.search(r"decoder.py:\d+; --debug", second)
+    assert first.startswith("error: ") and re.search(r"decoder.py:\d+; --debug", second)
+    assert run_command(lambda argv: json.loads("{"), ["--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_a_bug_keeps_its_traceback_and_an_interrupt_is_no_mistake():
     for error in (RuntimeError("a bug"), KeyError("a bug"), BrokenPipeError()):  # a pipe that is not the output
         with pytest.raises(type(error)):
-            run_command(raising(error), [])
-    assert run_command(raising(KeyboardInterrupt()), []) == 130
+            run_command(Mock(side_effect=error), [])
+    assert run_command(Mock(side_effect=KeyboardInterrupt), []) == 130
 
 
 @pytest.mark.parametrize(
     "error, named",
     [
-        (ModuleNotFoundError("No module named 'yaml'", name="yaml"), r"pip install 'fastgrpo\[train\]'"),
-        (ModuleNotFoundError("No module named 'peft.x'", name="peft.x"), "peft.x .*: pip install peft$"),
-        (OSError(errno.ENOSPC, "No space left on device", "/x"), "disk is full.* /x "),
-        (NotADirectoryError(errno.ENOTDIR, "", "/x/y"), "path /x/y is a file"),
-        (IsADirectoryError(errno.EISDIR, "", "/x"), "path /x is a folder"),
-        (FileExistsError(errno.EEXIST, "", "/x"), "path /x exists already"),
-        (OSError(errno.ENAMETOOLONG, "", "/x"), "path /x has a name that is too long"),
-        (MemoryError(), "not enough memory\n  lower max_tokens_per_microbatch"),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), "not enough memory\n"),
-        (RuntimeError("can't allocate memory: you tried to allocate 4096 bytes."), "memory for another 4,096 bytes\n"),
+        (ModuleNotFoundError(name="yaml"), r"pip install 'fastgrpo\[train\]'"),
+        (ModuleNotFoundError(name="peft.x"), "pip install peft$"),
+        (OSError(errno.ENOSPC, "", "/x"), "full.* /x "),
+        (NotADirectoryError(errno.ENOTDIR, "", "/x/y"), "/x/y is a file"),
+        (MemoryError(), "max_tokens_per_microbatch"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "max_tokens_per_microbatch"),
+        (RuntimeError("can't allocate memory: you tried to allocate 4096 bytes."), "4,096 bytes\n"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), "^CUDA out of memory\n.*expandable_segments"),
     ],
 )
-def test_what_a_user_can_mend_is_explained(error, named):
+def test_errors_of_a_users_machine_are_explained(error, named):
     assert re.search(named, command.explain(error))
 
 
 @pytest.mark.parametrize("lacking, several", [(None, True), ("RANK", False), ("MASTER_ADDR", False)])
-def test_some_variables_of_a_launcher_are_no_launcher(monkeypatch, lacking, several):
+def test_a_launcher_sets_all_its_variables(monkeypatch, lacking, several):
     """Batch systems and shells may leave a WORLD_SIZE behind."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value) if name != lacking else monkeypatch.delenv(name, raising=False)
@@ -161,12 +144,9 @@ def test_a_command_whose_reader_has_left_ends_quietly(pipe, capfd):
     [
         ("plain\ttext\nof two lines", "plain\ttext\nof two lines"),
         ("é 漢 🙂 \u200d", "é 漢 🙂 \u200d"),
-        ("\x1b[2J\x07", r"\x1b[2J\x07"),
-        ("42\r43", r"42\r43"),
-        ("\x00\x0b\x7f\x9b", r"\x00\x0b\x7f\x9b"),
-        ("\u202eabc\u2066d\u2069", r"\u202eabc\u2066d\u2069"),
-        ("\ud800", r"\ud800"),
+        ("\x1b[2J\x07\r\x00\x0b\x7f\x9b", r"\x1b[2J\x07\r\x00\x0b\x7f\x9b"),
+        ("\u202eabc\u2066d\u2069\ud800", r"\u202eabc\u2066d\u2069\ud800"),
     ],
 )
-def test_what_a_terminal_would_obey_is_escaped(text, shown):
+def test_control_characters_are_escaped(text, shown):
     assert escape_controls(text) == shown

@@ -1,11 +1,8 @@
 """`GRPOConfig` takes TRL's arguments: each is listed once, and translated, idle or refused."""
 
-import copy
 import dataclasses
 import inspect
 import json
-import pickle
-import re
 
 import pytest
 import torch
@@ -13,21 +10,12 @@ from transformers import IntervalStrategy, SchedulerType
 
 from fastgrpo.config import recipe, trl
 from fastgrpo.config.settings import GRPOConfig, SFTConfig
-from fastgrpo.config.trl import (
-    ACCEPTED,
-    BATCH,
-    IDLE_WHY,
-    INSTEAD,
-    MADE,
-    OLDER,
-    OTHER_DEFAULTS,
-    SAME,
-    THEIRS,
-    generation,
-)
+from fastgrpo.config.trl import ACCEPTED, BATCH, IDLE_WHY, INSTEAD, OLDER, OTHER_DEFAULTS, SAME, THEIRS
 
 OURS = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
 UPDATES = {"steps_per_generation": 2, "num_iterations": 2}
+SYNCED = {"beta": 0.1, "sync_ref_model": True}
+FOUR = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +37,6 @@ def test_every_field_of_trl_is_listed_once(defaults):
     listed = [*SAME, *(name for row in rows for name in row[0].split())]
     assert len(listed) == len({*listed})
     assert SAME.keys() <= OURS.keys() and not THEIRS & OURS.keys() and ACCEPTED.keys() <= INSTEAD.keys()
-    for text in (*SAME.values(), *IDLE_WHY.values(), *MADE.values()):
-        assert not text or text.endswith("."), text
-    for text in INSTEAD.values():
-        assert re.match("[a-z]", text) and not text.endswith("."), text
 
 
 def test_each_default_is_trls(defaults):
@@ -125,39 +109,34 @@ def test_batches(case, monkeypatch):
 @pytest.mark.parametrize(
     "named, arguments",
     [
-        ("per_device_train_batch_size=3 .*num_generations=8", {"per_device_train_batch_size": 3}),
-        ("steps_per_generation=3 .*multiple", {"steps_per_generation": 3, "gradient_accumulation_steps": 2}),
-        ("generation_batch_size=12 .*per_device_train_batch_size=8", {"generation_batch_size": 12}),
+        ("per_device_train_batch_size=3", {"per_device_train_batch_size": 3}),
+        ("steps_per_generation=3", {"steps_per_generation": 3, "gradient_accumulation_steps": 2}),
+        ("generation_batch_size=12", {"generation_batch_size": 12}),
         ("steps_per_generation=2 and generation_b", {"steps_per_generation": 2, "generation_batch_size": 16}),
-        ("updates_per_rollout=4 .*prompts_per_step=1", {"per_device_train_batch_size": 2, "steps_per_generation": 4}),
+        ("updates_per_rollout=4", {"per_device_train_batch_size": 2, "steps_per_generation": 4}),
         ("per_device_train_batch_size must be", {"per_device_train_batch_size": 0}),
-        ("gradient_accumulation_steps must be", {"gradient_accumulation_steps": 1.5}),
-        ("max_steps=5 .*multiple of 2", {"steps_per_generation": 2, "max_steps": 5}),
+        ("max_steps=5", {"steps_per_generation": 2, "max_steps": 5}),
         (
-            "ref_model_sync_steps=3 .*multiple of 2",
-            {"gradient_accumulation_steps": 1, "num_iterations": 2, "beta": 0.1, "sync_ref_model": True,
-             "ref_model_sync_steps": 3},
+            "ref_model_sync_steps=3",
+            {"gradient_accumulation_steps": 1, "num_iterations": 2, "ref_model_sync_steps": 3} | SYNCED,
         ),
         ("eval_strategy='epoch'", {"eval_strategy": "epoch"}),
         ("save_strategy='best'", {"save_strategy": "best"}),
         ("logging_strategy='no'", {"logging_strategy": "no"}),
         ("fp16=True", {"fp16": True}),
-        ("model_init_kwargs has device_map='auto'", {"model_init_kwargs": {"device_map": "auto"}}),
+        ("model_init_kwargs has device_map", {"model_init_kwargs": {"device_map": "auto"}}),
         ("model_init_kwargs must be", {"model_init_kwargs": 7}),
+        ("per_device_train_batch_size=32", {"per_device_train_batch_size": 32, "prompts_per_step": 3}),
+        ("bf16=True", {"bf16": True, "dtype": "float32"}),
         (
-            "per_device_train_batch_size=16 and gradient_accumulation_steps=2 make prompts_per_step=4, but prompts_per",
-            {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "prompts_per_step": 3},
+            "metric_for_best_model=eval_reward",
+            FOUR | {"eval_steps": 10, "save_steps": 5, "metric_for_best_model": "eval_reward"},
         ),
-        ("bf16=True makes dtype='bfloat16', but dtype='float32'", {"bf16": True, "dtype": "float32"}),
     ],
 )  # fmt: skip
-def test_what_cannot_be_meant_is_refused(named, arguments):
+def test_contradictory_or_fractional_arguments_are_refused(named, arguments):
     with pytest.raises(ValueError, match=f"^{named}"):
         GRPOConfig(**arguments)
-
-
-SYNCED = {"beta": 0.1, "sync_ref_model": True}
-FOUR = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
 
 
 @pytest.mark.parametrize(
@@ -170,10 +149,6 @@ FOUR = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "per_device
             {"max_steps": 3, "logging_steps": 2, "eval_steps": 2, "save_steps": 1, "ref_model_sync_steps": 2},
         ),
         (UPDATES | SYNCED, {"logging_steps": 3, "save_steps": 125, "ref_model_sync_steps": 128}),
-        (
-            {"per_device_train_batch_size": 8, "num_iterations": 3} | SYNCED,
-            {"logging_steps": 4, "save_steps": 167, "ref_model_sync_steps": 171},
-        ),
         ({"per_device_train_batch_size": 8, "num_iterations": 2, "save_strategy": "no"}, {"save_steps": None}),
         # without names of batches, steps are steps
         ({"num_iterations": 2}, {"save_steps": 500}),
@@ -195,7 +170,6 @@ FOUR = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "per_device
         ({"eval_steps": 7}, {"eval_steps": 7, "eval_on_start": True}),
         ({"num_generations_eval": 2}, {"eval_num_generations": 2}),
         ({"num_generations_eval": None}, {"eval_num_generations": 0}),
-        ({"save_strategy": "no", "save_steps": 5}, {"save_steps": None}),
         ({"save_strategy": "steps", "save_steps": 5}, {"save_steps": 5}),
         # precision
         ({"bf16": True}, {"dtype": "bfloat16"}),
@@ -204,7 +178,6 @@ FOUR = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "per_device
         ({"model_init_kwargs": {"dtype": "bfloat16", "attn_implementation": "sdpa"}}, {"dtype": "bfloat16"}),
         ({"bf16": False, "model_init_kwargs": {"dtype": "bfloat16"}}, {"dtype": "bfloat16"}),
         ({"bf16": True, "model_init_kwargs": {"dtype": "float32"}}, {"dtype": "bfloat16"}),
-        ({"model_init_kwargs": '{"dtype": "float32"}'}, {"dtype": "float32"}),
         (
             {"model_init_kwargs": {"torch_dtype": torch.bfloat16, "trust_remote_code": True, "use_cache": False}},
             {"dtype": "bfloat16", "trust_remote_code": True},
@@ -230,11 +203,6 @@ def test_translations(arguments, made):
     assert {name: getattr(config, name) for name in made} == made
 
 
-def test_a_checkpoint_without_its_evaluation_is_refused():
-    with pytest.raises(ValueError, match="save_steps=2 must be a multiple of eval_steps"):
-        GRPOConfig(eval_steps=10, save_steps=5, metric_for_best_model="eval_reward", **FOUR)
-
-
 GIVEN = {
     "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1, "max_new_tokens": 64,
     "do_sample": True, "num_beams": 1, "use_cache": False, "pad_token_id": 3, "typical_p": None,
@@ -248,28 +216,22 @@ def test_generation_kwargs_become_settings(form):
         "max_completion_length": 64,
     }  # fmt: skip
     for nothing in (None, {}, {"top_k": None}):
-        assert generation({"generation_kwargs": nothing}) == {}
+        assert changed(generation_kwargs=nothing) == {}
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "remedy"),
-    [("do_sample", False, "temperature"), ("num_beams", 4, "repetition_penalty"),
-     ("num_return_sequences", 8, "num_generations"), ("eos_token_id", [5], "model.generation_config.eos_token_id"),
-     ("stop_strings", ["\n"], "eos_token_id"), ("suppress_tokens", [3], ""), ("no_repeat_ngram_size", 2, ""),
-     ("max_length", 100, "max_completion_length"), ("seed", 1, "seed")],
+    ("given", "named"),
+    [({"top_k": 3, "do_sample": False}, "has do_sample=.*temperature"), ({"num_beams": 4}, "has num_beams="),
+     ({"suppress_tokens": [3]}, "has suppress_tokens="), ("top_k=3", "must be a dict"), ("[1]", "must be a dict")],
 )  # fmt: skip
-def test_other_options_of_generation_are_refused(option, value, remedy):
-    with pytest.raises(ValueError, match=f"^generation_kwargs has {option}=.*{remedy}"):
-        GRPOConfig(generation_kwargs={"top_k": 3, option: value})
-    for given in ("top_k=3", "[1]", 7, ["top_k"]):
-        with pytest.raises(ValueError, match=r"^generation_kwargs must be a dictionary"):
-            GRPOConfig(generation_kwargs=given)
+def test_other_options_of_generation_are_refused(given, named):
+    with pytest.raises(ValueError, match=f"^generation_kwargs {named}"):
+        GRPOConfig(generation_kwargs=given)
 
 
 def test_the_record_holds_settings_only():
     config = GRPOConfig(per_device_train_batch_size=16, max_steps=4, use_cpu=True)
     assert dataclasses.replace(config, beta=0.1, device="auto").prompts_per_step == 2
-    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
     assert "per_device_train_batch_size" not in dataclasses.asdict(config)
     assert [*inspect.signature(GRPOConfig).parameters] == [*OURS] and next(iter(OURS)) == "model_name_or_path"
 
