@@ -119,7 +119,6 @@ def head(scale=1.0, shift=0.0, rows=slice(0, 0)):
     (
         (head(scale=1.009), None),
         (head(scale=1.02), "gradients differ by 0.0"),
-        (head(scale=0.0), "gradients differ by 0.99"),
         (head(shift=4e-4, rows=slice(0, 200)), None),
         (head(shift=0.01, rows=slice(7, 9)), None),  # one row of a hundred may differ
         (head(shift=0.01, rows=slice(7, 10)), "logps differ in 3 of 200 rows"),

@@ -94,35 +94,17 @@ def test_as_exact_as_plain_pytorch(monkeypatch, dtype, chunk):
 
 
 @CHUNKS
-def test_frozen_inputs_no_grad_and_second_derivatives(monkeypatch, chunk):
+def test_frozen_inputs_and_no_grad(monkeypatch, chunk):
     set_chunk(monkeypatch, chunk)
     case, ref = make()
     expected, gradients = run(case, linear_grpo_loss, **ref, **FULL)
     head = case.head()
     head["weight"].requires_grad_(False)
-    loss = linear_grpo_loss(**head, **case.rest(), **ref, **FULL).loss
-    with pytest.raises(RuntimeError, match="linear_grpo_loss has no second derivatives"):
-        torch.autograd.grad(loss, head["hidden"], create_graph=True, retain_graph=True)
-    loss.backward()
+    linear_grpo_loss(**head, **case.rest(), **ref, **FULL).loss.backward()
     assert head["weight"].grad is None and torch.equal(head["hidden"].grad, gradients["hidden"])
     with torch.no_grad():
         output = linear_grpo_loss(**case.head(), **case.rest(), **ref, **FULL)
     assert torch.equal(output.loss, expected.loss) and not output.loss.requires_grad
-
-
-@pytest.mark.slow
-def test_under_torch_compile(monkeypatch):
-    set_chunk(monkeypatch, 8)
-    torch._dynamo.reset()
-    case, ref = make(dtype=torch.float32)
-    _, gradients = run(case, linear_grpo_loss, **ref, **FULL)
-    head = case.head()
-    compiled = torch.compile(
-        lambda hidden, weight: linear_grpo_loss(hidden * 1.0, weight, **case.rest(), **ref, **FULL).loss,
-        backend="eager",
-    )
-    compiled(*head.values()).backward()
-    torch.testing.assert_close({name: tensor.grad for name, tensor in head.items()}, gradients)
 
 
 def test_nan_of_the_reference_makes_the_loss_nan():

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import oracle
 import pytest
@@ -152,34 +153,30 @@ def test_values_on_a_gpu_are_asserted_only_in_anomaly_mode(monkeypatch):
             check_values(torch.tensor([0.0, INF]), "x", "be finite", torch.isfinite)
 
 
-TENSORS = torch.randn(6, 4), torch.randn(V, 4), torch.arange(6)
-CALLS = {
-    "linear_logprob": lambda **kw: linear_logprob(*TENSORS, **kw),
-    "linear_grpo_loss": lambda **kw: linear_grpo_loss(*TENSORS, ones(), **kw),
-    "logits_grpo_loss": lambda **kw: logits_grpo_loss(torch.randn(6, V), torch.arange(6), ones(), **kw),
-    "grpo_loss": lambda **kw: grpo_loss(-ones(), None, ones(), **kw),
-}
+HEAD_OF_6 = torch.randn(6, 4), torch.randn(V, 4), torch.arange(6)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_triton_on_the_cpu_is_refused_with_a_remedy(name):
+def test_triton_on_the_cpu_is_refused_with_a_remedy():
     pytest.importorskip("triton")
-    with pytest.raises(ValueError, match=r"backend='chunked'.*TRITON_INTERPRET=1"):
-        CALLS[name](backend="triton")
+    for call in (partial(linear_logprob, *HEAD_OF_6), partial(linear_grpo_loss, *HEAD_OF_6, ones()),
+                 partial(logits_grpo_loss, torch.randn(6, V), torch.arange(6), ones()),
+                 partial(grpo_loss, -ones(), None, ones())):  # fmt: skip
+        with pytest.raises(ValueError, match=r"backend='chunked'.*TRITON_INTERPRET=1"):
+            call(backend="triton")
 
 
 def test_without_triton(monkeypatch):
     monkeypatch.setattr(fastgrpo.loss.dispatch, "HAS_TRITON", False)
-    assert CALLS["linear_logprob"](backend="auto").shape == (6,)
+    assert linear_logprob(*HEAD_OF_6, backend="auto").shape == (6,)
     with pytest.raises(ValueError, match="needs Triton"):
-        CALLS["linear_logprob"](backend="triton")
+        linear_logprob(*HEAD_OF_6, backend="triton")
 
 
 def test_backend_auto_says_once_what_it_chose(caplog):
     fastgrpo.loss.dispatch._log_choice.cache_clear()
     with caplog.at_level("INFO", "fastgrpo.loss.dispatch"):
         for _ in range(2):
-            CALLS["linear_grpo_loss"]()
+            linear_grpo_loss(*HEAD_OF_6, ones())
     assert [record.message for record in caplog.records] == ["backend='auto' runs the chunked path"]
 
 
