@@ -5,6 +5,7 @@ import json
 import random
 import threading
 from collections import UserDict
+from contextlib import nullcontext
 
 import numpy
 import pytest
@@ -12,26 +13,17 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from resumed import same
 from safetensors.torch import load_file
-from toy_parts import about, differences, draws, make_parts, trained_parts
 from transformers import AutoModelForCausalLM
 
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.ranks import Ranks
-from fastgrpo.run import checkpoint, folder
-from fastgrpo.run.checkpoint import (
-    Checkpointer,
-    checkpoints,
-    prune,
-    save_model,
-    step_of,
-    verify,
-    write_checkpoint,
-)
-from fastgrpo.run.folder import RunFolder, claim_output_dir, contents, made_in
+from fastgrpo.run.checkpoint import Checkpointer, checkpoints, prune, save_model, step_of, verify, write_checkpoint
+from fastgrpo.run.folder import RunFolder, claim_output_dir, contents
 from fastgrpo.run.log import RunLog
 from fastgrpo.run.resume import digest_of_rows, digest_of_weights, refuse_differences
-from fastgrpo.run.snapshot import GlobalRNG, HostCopies, Snapshot, _read, restore
+from fastgrpo.run.snapshot import GlobalRNG, HostCopies, _read
 
 
 def of_names(*names):
@@ -97,74 +89,17 @@ SHARDED = [f"shards/{name}" for name in (".metadata", "values.pt", "rng-0.pt")]
 @pytest.mark.parametrize(
     "names, lacking",
     [
-        (("trainer_state.json", "rng.pt", "model.safetensors"), "does not list optimizer.pt"),
-        (("trainer_state.json", "rng.pt", "optimizer.pt"), "lists no weights"),
-        (("trainer_state.json", *SHARDED[:2], "model.safetensors"), "does not list shards/rng-0.pt"),
-        (("trainer_state.json", *SHARDED), "lists no weights"),
-        (("trainer_state.json", "rng.pt", "optimizer.pt", "model.safetensors"), None),
-        (("trainer_state.json", *SHARDED, "model-1-of-2.safetensors"), None),
+        (("rng.pt", "model.safetensors"), "does not list optimizer.pt"),
+        (("rng.pt", "optimizer.pt"), "lists no weights"),
+        ((*SHARDED[:2], "model.safetensors"), "does not list shards/rng-0.pt"),
+        ((*SHARDED, "model-1-of-2.safetensors"), None),
     ],
 )
 def test_what_a_run_needs_must_be_listed(tmp_path, names, lacking):
-    path = write_checkpoint(RunFolder(tmp_path), 3, of_names(*names))
+    path = write_checkpoint(RunFolder(tmp_path), 3, of_names("trainer_state.json", *names))
     verify(path)
-    if lacking is None:
+    with nullcontext() if lacking is None else pytest.raises(ValueError, match=f"manifest.json {lacking}"):
         verify(path, of_run=True)
-    else:
-        with pytest.raises(ValueError, match=rf"manifest.json {lacking}: the checkpoint is not complete"):
-            verify(path, of_run=True)
-
-
-class Killed(BaseException):
-    """The process ends here."""
-
-
-def test_a_kill_at_any_moment_leaves_the_last_good_one(tmp_path, monkeypatch):
-    """Every call that reaches the disk is the last one in turn, without the clean-up that a live process would do."""
-    run = RunFolder(tmp_path)
-    write_checkpoint(run, 1, two_files)
-    clock = {"calls": 0, "last": None}
-
-    def counted(function):
-        def call(*arguments, **knobs):
-            clock["calls"] += 1
-            if clock["calls"] == clock["last"]:
-                raise Killed
-            return function(*arguments, **knobs)
-
-        return call
-
-    for owner, name in ((checkpoint.os, "fsync"), (checkpoint.Path, "rename"), (checkpoint.Path, "write_text"),
-                        (checkpoint.Path, "mkdir"), (checkpoint, "_entry"), (folder, "note")):  # fmt: skip
-        monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
-    remove, outcomes = RunFolder.remove, []
-    # Leftovers are removed at the start of the next save; the dead do not clean up.
-    monkeypatch.setattr(RunFolder, "remove", lambda run, name: None if clock["calls"] else remove(run, name))
-    for last in range(1, 50):
-        clock.update(calls=0, last=last)
-        try:
-            write_checkpoint(run, 2, two_files)
-        except Killed:
-            outcomes.append("checkpoint-2" if 2 in checkpoints(tmp_path) else "checkpoint-1")
-        else:
-            break
-        verify(tmp_path / "checkpoint-1")
-        if 2 in checkpoints(tmp_path):
-            verify(tmp_path / "checkpoint-2")
-            clock.update(last=None)
-            remove(run, "checkpoint-2")
-    assert len(outcomes) >= 10 and outcomes == sorted(outcomes) and outcomes[-1] == "checkpoint-2"  # killed at the end
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")] == []  # leftovers went at the end
-
-
-def test_a_failed_save_leaves_nothing(tmp_path):
-    def full(path):
-        two_files(path)
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError, match="No space left"):
-        write_checkpoint(RunFolder(tmp_path), 3, full)
-    assert contents(tmp_path) == [] and made_in(tmp_path) == set()
 
 
 def test_names_of_checkpoints(tmp_path):
@@ -199,57 +134,16 @@ def test_the_newest_and_the_best_are_kept(tmp_path, limit, best, kept):
 
 
 # What comes back.
-SHAPES = st.lists(st.integers(0, 3), max_size=3)
-DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool])
-LEAVES = st.one_of(
-    st.builds(lambda shape, dtype: torch.ones(shape).to(dtype), SHAPES, DTYPES), st.integers(), st.text()
-)
-TREES = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
-)
-
-
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b) and a.dtype == b.dtype
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a) if isinstance(a, dict) else a == b
-
-
-def zeroed(tree):
-    """Training goes on."""
-    if isinstance(tree, torch.Tensor):
-        tree.zero_()
-    for inner in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
-        zeroed(inner)
-
-
-@settings(max_examples=50)
-@given(TREES)
-def test_copies_of_any_state_stay_as_they_were(tree):
-    before, copies = copy.deepcopy(tree), HostCopies()
-    taken = copies.take(tree)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_copies_of_a_state_stay_as_they_were(dtype):
+    tensors, copies = [torch.ones(shape).to(dtype) for shape in ((2, 3), (), (0, 2))], HostCopies()
+    state = {"list": [tensors[0], 7, [tensors[1]]], "dictionary": {"empty": tensors[2], "text": "a"}}
+    before, taken = copy.deepcopy(state), copies.take(state)
     copies.before_update()
-    zeroed(tree)
+    for tensor in tensors:
+        tensor.zero_()  # training goes on
     copies.wait()
     assert same(taken, before)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_state_of_a_run_comes_back_to_the_last_bit(tmp_path, dtype):
-    """Weights, masters, moments, schedule, reference and generators, though training goes on while it is written."""
-    parts = make_parts(dtype)
-    taken = Snapshot(parts, tiny.tokenizer(), about(dtype), HostCopies())
-    expected = draws()
-    for weight in [*parts["optimizer"].masters, *parts["policy"].module.parameters()]:
-        weight.data.zero_()
-    path = write_checkpoint(RunFolder(tmp_path), 3, taken.write)
-    other = make_parts(dtype, seed=1, trained=False)
-    assert differences(other, trained_parts(dtype))
-    restore(other, path, about(dtype), pytest.fail)
-    assert draws() == expected and differences(other, trained_parts(dtype)) == []
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -310,9 +204,9 @@ class Saving:
     def write(self, path):
         self.thread = threading.current_thread()
         assert self.go.wait(30)
+        (path / "weights").write_text("w")
         if self.error:
             raise self.error
-        (path / "weights").write_text("w")
 
 
 FULL = OSError(28, "No space left on device")
@@ -361,7 +255,7 @@ def test_a_failed_save_names_the_last_good_one(tmp_path, capsys):
         raise RuntimeError("mine")  # the error that ends a run is not hidden by one of the thread
     assert "No space left on device" in capsys.readouterr().out
     verify(log.dir / "checkpoint-2")
-    assert list(checkpoints(log.dir)) == [2]
+    assert {path.name for path in contents(log.dir) if "checkpoint" in path.name} == {"checkpoint-2"}
 
 
 @pytest.mark.parametrize(
@@ -407,11 +301,7 @@ RING = []
 RING.append(RING)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [RING, 10**5000, {1: 2, "1": 3}, numpy.ndarray, object(), torch.empty(2, device="meta"), torch.ones(2).to_sparse()],
-    ids=["a ring", "a long number", "keys of two types", "a class", "an object", "no numbers", "sparse"],
-)
+@pytest.mark.parametrize("value", [RING, {1: 2, "1": 3}, object(), torch.ones(2).to_sparse()], ids=type)
 def test_a_value_that_json_refuses_counts_by_its_type_and_the_others_count_in_full(value):
     def digest(prompt="\ud800", numbers=(0, 1), odd=value):
         return digest_of_rows([{"prompt": prompt, "numbers": numpy.array(numbers), "odd": odd}])
@@ -421,33 +311,24 @@ def test_a_value_that_json_refuses_counts_by_its_type_and_the_others_count_in_fu
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 def test_one_bit_of_one_weight_changes_the_digest(dtype):
-    """Among whole blocks and in the rest, in every position of the number."""
+    """In a whole block or in the rest, whether the bit is low or high."""
     weights = {"a": (torch.randn(3, 3000) * 50).to(dtype), "b": torch.ones((), dtype=dtype)}
     first = digest_of_weights(weights)
     assert first == digest_of_weights({name: weight.clone() for name, weight in weights.items()})
-    for row, column in ((0, 0), (1, 1500), (2, 2999)):
-        for bit in (0, 3, 8 * dtype.itemsize - 1):
+    for row, column in ((0, 0), (2, 2999)):
+        for bit in (0, 8 * dtype.itemsize - 1):
             other = weights["a"].clone()
-            whole = other.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
-            whole[row, column] ^= torch.tensor(1).to(whole.dtype) << bit
+            first_byte = (row * 3000 + column) * dtype.itemsize
+            other.view(torch.uint8).view(-1)[first_byte + bit // 8] ^= 1 << bit % 8
             assert digest_of_weights({**weights, "a": other}) != first
-    for other in (
-        {**weights, "c": weights["b"]},
-        {**weights, "a": weights["a"].view(-1)},
-        {**weights, "a": weights["a"].T},
-    ):
-        assert digest_of_weights(other) != first
-
-
-class Two(Ranks):
-    """Rank 1 of two; rank 0 read other held-out rows."""
-
-    def gather(self, value, what):
-        return [value | {"held_out_rows": "others"}, value]
+    for other in ({"c": weights["b"]}, {"a": weights["a"].view(-1)}, {"a": weights["a"].T}):
+        assert digest_of_weights(weights | other) != first
 
 
 def test_ranks_that_read_different_things_are_refused():
-    refuse_differences(Ranks(), training_rows=("a", 3), held_out_rows="b")
-    refuse_differences(Two(1, 2), training_rows=("a", 3), held_out_rows="others")
+    two = Ranks(1, 2)
+    two.gather = lambda value, what: [value | {"held_out_rows": "others"}, value]
+    for ranks, rows in ((Ranks(), "b"), (two, "others")):
+        refuse_differences(ranks, training_rows=("a", 3), held_out_rows=rows)
     with pytest.raises(ValueError, match=r"held out rows .* rank 0 .* rank 1"):
-        refuse_differences(Two(1, 2), training_rows=("a", 3), held_out_rows="b")
+        refuse_differences(two, training_rows=("a", 3), held_out_rows="b")

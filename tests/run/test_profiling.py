@@ -3,6 +3,7 @@
 import gzip
 import json
 import time
+from unittest.mock import MagicMock
 
 import pytest
 import tiny
@@ -12,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastgrpo.policy.model import Policy
 from fastgrpo.run import profiling
-from fastgrpo.run.metrics import METRICS
 from fastgrpo.run.profiling import STAGES, StageTimer, peak_flops, update_flops
 
 
@@ -68,24 +68,17 @@ def test_flops_are_those_that_torch_counts():
 
 
 def test_the_stages_of_a_step_hold_what_they_name_and_add_up_to_it(tmp_path):
-    pause = {"reward": 0.0, "optimizer": 0.0}
-
     def slow(completions, **_):
-        time.sleep(pause["reward"])
+        time.sleep(0.3)
         return [float(i) for i in range(len(completions))]
 
     trainer = make_trainer(tmp_path, slow, beta=0.1, num_iterations=2)
-    optimizer = trainer.updates.learner.optimizer
-    step = optimizer.step
-    optimizer.step = lambda *arguments: time.sleep(pause["optimizer"]) or step(*arguments)
-    trainer.step()  # what is imported or compiled once would count as other
-    pause.update(reward=0.3, optimizer=0.1)
+    trainer.step()  # imports and compilation would count as other
     values = trainer.step()
     times = {name: values[f"time/{name}"] for name in STAGES}
     assert sum(times.values()) == pytest.approx(values["step_time"], rel=0.03)
-    assert all(seconds > 0 for seconds in times.values()), times
-    assert times["reward"] >= 0.3 and times["optimizer"] >= 0.2
-    assert not {"mfu", "memory/peak_gib"} & set(values)  # nobody knows the peak of this CPU
+    assert all(seconds > 0 for seconds in times.values()) and times["reward"] >= 0.3, times
+    assert not {"mfu", "memory/peak_gib"} & set(values)  # the peak of this CPU is unknown
 
 
 def test_profile_writes_a_trace_and_a_table(tmp_path, capsys, without_curves):
@@ -99,50 +92,34 @@ def test_profile_writes_a_trace_and_a_table(tmp_path, capsys, without_curves):
     assert all(spans.count(stage) == 2 for stage in set(STAGES) - {"other"})
     assert any(event.get("name") == "aten::mm" for event in events)
     for row in lines(tmp_path / "run" / "metrics.jsonl"):
-        assert {f"time/{stage}" for stage in STAGES} <= set(row) <= {"step", "rewards/share_of_a/mean",
-                                                                     "rewards/share_of_a/std", *METRICS}  # fmt: skip
+        assert {f"time/{stage}" for stage in STAGES} <= set(row)
 
 
-def test_profiling_needs_its_steps(tmp_path, capsys):
+def test_profiling_needs_its_steps(tmp_path):
     with pytest.raises(ValueError, match="profile=3 needs a run of at least 8 steps"):
         make_trainer(tmp_path, max_steps=7, profile=3)
-    trainer = make_trainer(tmp_path, max_steps=8, profile=3)
-    trainer.state.global_step = 3  # as where it goes on near its end
-    for _ in range(5):
-        trainer.step()
-    assert "5 are left, so this run is not profiled" in capsys.readouterr().out
-    assert not (tmp_path / "run" / "trace.json.gz").exists()
 
 
-@pytest.mark.parametrize("name, peak", [("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L40S", 362e12),
-                                        ("NVIDIA L4", 121e12), ("NVIDIA A100-SXM4-80GB", 312e12),
-                                        ("NVIDIA A10", 125e12), ("NVIDIA T4", None)])  # fmt: skip
+PEAKS = [("H200", 989e12), ("H100 PCIe", 756e12), ("L40S", 362e12), ("L4", 121e12), ("A10", 125e12), ("T4", None)]
+
+
+@pytest.mark.parametrize("name, peak", PEAKS)
 def test_the_peak_of_a_gpu(name, peak, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {name}")
     assert peak_flops(torch.device("cuda"), torch.bfloat16) == peak
     assert peak_flops(torch.device("cuda"), torch.float32) is None is peak_flops(torch.device("cpu"), torch.bfloat16)
 
 
 def test_the_end_of_a_step_waits_for_its_own_stream_only(monkeypatch):
-    """The copies of a checkpoint run on another one, and may take longer than the step."""
+    """The copies of a checkpoint run on another stream, and may take longer than the step."""
     events = []
 
-    class Event:
-        def __init__(self, enable_timing):
-            events.append(self)
-
-        def record(self, stream):
-            self.stream, self.time, self.waited = stream, float(len(events)), False
-
-        def synchronize(self):
-            self.waited = True
-
-        def elapsed_time(self, end):
-            assert events[-1].waited, "the device may not be there yet"
-            return 1e3 * (end.time - self.time)
+    def event(enable_timing):
+        events.append(MagicMock(**{"elapsed_time.return_value": 1e3}))
+        return events[-1]
 
     for name, stand_in in (
-        ("Event", Event), ("current_stream", lambda device: "own"), ("reset_peak_memory_stats", lambda device: None),
+        ("Event", event), ("current_stream", lambda device: "own"), ("reset_peak_memory_stats", lambda device: None),
         ("max_memory_allocated", lambda device: 2**30), ("synchronize", None),
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, stand_in)
@@ -151,5 +128,6 @@ def test_the_end_of_a_step_waits_for_its_own_stream_only(monkeypatch):
     with timer.stage("forward"):
         pass
     values = timer.stop()
-    assert (values["time/forward"], values["time/other"], values["memory/peak_gib"]) == (1, 2, 1)
-    assert [event.waited for event in events] == [False] * 3 + [True] and {event.stream for event in events} == {"own"}
+    assert (values["time/forward"], values["memory/peak_gib"]) == (1, 1)
+    assert [event.synchronize.call_count for event in events] == [0, 0, 0, 1]
+    assert all(event.record.call_args.args == ("own",) for event in events)

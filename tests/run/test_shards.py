@@ -6,14 +6,12 @@ Four processes are started once, and `shard_ranks.py` says what each of them doe
 import json
 import pickle
 import re
-import shutil
 
 import pytest
 import tiny
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import forked
-from resumed import write_manifest
 from safetensors.torch import load_file
 from shard_ranks import DTYPES
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -23,7 +21,6 @@ from transformers import set_seed
 from fastgrpo.run import snapshot
 from fastgrpo.run.checkpoint import MANIFEST, verify, write_checkpoint
 from fastgrpo.run.log import open_log
-from fastgrpo.run.resume import newest_good
 from fastgrpo.run.snapshot import HostCopies, Snapshot, read_tensors, restore, tensors_in
 
 WRITERS = ("one", "ddp-2", "fsdp2-2", "ddp-4", "fsdp2-4")
@@ -123,47 +120,6 @@ def test_whole_tensors_are_written_once(ranks):
     assert sum(shares[0]) == pytest.approx(sum(shares[1]), rel=0.01) and max(shares[1]) < 1.5 * min(shares[1])
 
 
-@pytest.fixture
-def copied(ranks, tmp_path):
-    """A run folder with a whole checkpoint and a later one, which is to be damaged."""
-    for step in (3, 5):
-        shutil.copytree(ranks[0] / "fp32-fsdp2-4" / "checkpoint-3", tmp_path / f"checkpoint-{step}")
-    return tmp_path
-
-
-@pytest.mark.parametrize("file", ["__2_0.distcp", "rng-3.pt", ".metadata", "values.pt"])
-def test_a_damaged_or_missing_shard_is_named_and_passed_over(copied, file):
-    shard, said = copied / "checkpoint-5" / "shards" / file, []
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
-    assert newest_good(copied, said.append) == copied / "checkpoint-3"
-    shard.unlink()
-    assert newest_good(copied, said.append) == copied / "checkpoint-3"
-    damaged, missing = said
-    assert damaged.startswith(f"warning: {shard} is damaged") and "checkpoint-5 is passed over" in damaged
-    assert missing.startswith(f"warning: {shard} is missing from the checkpoint")
-
-
-@pytest.mark.parametrize("file", ["__2_0.distcp", "rng-0.pt", ".metadata", "values.pt"])
-def test_a_shard_that_no_manifest_misses_is_named_when_it_is_read(copied, file):
-    path = copied / "checkpoint-5"
-    (path / "shards" / file).unlink()
-    write_manifest(path)
-    with pytest.raises(ValueError, match=file.replace(".", r"\.")):
-        restore(make_parts(torch.float32, trained=False), path, about(torch.float32), lambda line: None)
-
-
-def test_the_state_of_another_model_is_refused(copied):
-    parts = make_parts(torch.float32, trained=False)
-    parts["optimizer"].names[0] += ".other"
-    with pytest.raises(ValueError, match="the state of the optimizer is of other parameters than the policy's"):
-        restore(parts, copied / "checkpoint-5", about(torch.float32), lambda line: None)
-    path = copied / "checkpoint-5" / "shards"
-    with pytest.raises(ValueError, match="Size mismatch"):
-        read_tensors(path, {"optimizer.master.model.norm.weight": torch.zeros(7)})
-
-
 class Forged:
     def __reduce__(self):
         return print, ("this was called",)
@@ -175,14 +131,11 @@ NAMING = b"ctorch.distributed.checkpoint.metadata\n%s\n."
 @pytest.mark.parametrize(
     "content, why",
     [
-        (b"", "EOFError"),
         (b"rubbish", "UnpicklingError"),
         (pickle.dumps(Forged()), "it names builtins.print, which no list of tensors does"),
         (NAMING % b"dataclass", r"it names torch\.\S*\.dataclass"),  # which runs the names of fields as source
-        (NAMING % b"os", r"it names torch\.\S*\.os"),
         (NAMING % b"BytesStorageMetadata", r"it names torch\.\S*\.BytesStorageMetadata"),
         (pickle.dumps(Metadata({"weights": StorageMeta()})), "weights is no tensor"),
-        (pickle.dumps(Metadata(None)), "AttributeError"),
     ],
 )
 def test_a_list_of_tensors_that_is_none_is_refused(tmp_path, content, why, capsys):
@@ -195,7 +148,7 @@ def test_a_list_of_tensors_that_is_none_is_refused(tmp_path, content, why, capsy
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_what_a_forged_checkpoint_holds_in_place_of_a_tensor_is_not_unpickled(tmp_path, listed, capsys, monkeypatch):
-    """Neither where the list says so, nor where the list were believed: torch's own planner would call it."""
+    """The list is refused. If it were not, the planner would refuse the entry, which torch's own planner calls."""
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     dcp.save({"weights": Forged()}, storage_writer=dcp.FileSystemWriter(tmp_path), planner=planner, no_dist=True)
     if listed:
@@ -217,25 +170,20 @@ def test_the_log_goes_back_only_where_every_rank_goes_on(ranks, refused, why):
         assert line["steps"] == ([1] if why is None else [1, 2])
 
 
-def test_a_rank_that_does_not_see_the_folder_says_so(ranks):
-    said = [line["unseen"] for lines in ranks[1] for line in lines if "unseen" in line]
-    assert len(said) == 4
-    for text in said:
-        assert (
-            "checkpoint-2 could not be written" in text
-            and "output_dir must lie in a file system that all machines" in text
-        )
-        assert text.count("rank 2: ") == 1 and "rank 1: " not in text
-
-
-def test_a_full_disk_of_one_rank_fails_the_save_on_all_and_leaves_the_good_one(ranks):
-    said = [line for lines in ranks[1] for line in lines if "full" in line]
-    assert len(said) == 4 and len({line["full"] for line in said[1:]}) == 1
+@pytest.mark.parametrize(
+    "case, told",
+    [
+        ("unseen", "checkpoint-2 could not be written.*rank 2: "),
+        ("full", r"checkpoint-3 could not be written.*rank 1: \[Errno 27\].*checkpoint-1 is the newest good one"),
+    ],
+)
+def test_a_rank_that_cannot_write_fails_the_save_on_all(ranks, case, told):
+    """Rank 2 does not see the folder, or the disk of rank 1 is full."""
+    said = [line for lines in ranks[1] for line in lines if case in line]
+    assert len(said) == 4 and len({line[case] for line in said[1:]}) == 1
     for line in said:
-        assert "checkpoint-3 could not be written" in line["full"] and line["full"].count("rank ") == 1
-        assert "rank 1: [Errno 27] File too large" in line["full"]
-        assert "checkpoint-1 is the newest good one" in line["full"]
-    assert said[0]["left"] == ["checkpoint-1"]  # rank 0 has removed the rest
+        assert re.search(told, line[case], re.DOTALL) and len(re.findall(r"rank \d: ", line[case])) == 1
+    assert said[0].get("left", ["checkpoint-1"]) == ["checkpoint-1"]  # rank 0 has removed the rest
 
 
 def test_a_rank_that_is_killed_inside_of_a_save_costs_nothing_that_was_saved(ranks):

@@ -11,9 +11,7 @@ import pytest
 import wandb_file
 from paths import ROOT
 
-from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.run.folder import RunFolder
-from fastgrpo.run.trackers import KNOWN, Trackio, named
+from fastgrpo.run.trackers import KNOWN, named
 
 # A run of two logged steps, another one of the same name, and the first one once more from its checkpoint of step 2.
 # Each reports to both trackers.
@@ -42,15 +40,15 @@ for name, checkpoint, steps in (("run", None, (2, 4)), ("other", None, (1,)), ("
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """The folder of the run, where the trackers' files are, and what was printed."""
+    """The folders of the two runs, and the folder of the trackers' files. A quiet run prints nothing."""
     folder = tmp_path_factory.mktemp("told")
     env = {**os.environ, "TRACKIO_DIR": str(folder / "trackio"), "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1",
            "PYTHONPATH": str(ROOT), "WANDB_CACHE_DIR": str(folder), "WANDB_CONFIG_DIR": str(folder),
            "WANDB_DATA_DIR": str(folder)}  # fmt: skip
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=folder, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return SimpleNamespace(run=folder / "run", other=folder / "other", files=folder, said=done.stdout)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+    return SimpleNamespace(run=folder / "run", other=folder / "other", files=folder)
 
 
 def trackio_rows(folder):
@@ -68,10 +66,6 @@ def wandb_rows(run):
         assert known[1] == "sums"
         found += [(known[0], known[2], row.get("train/global_step"), row) for row in wandb_file.history(path)]
     return found
-
-
-def test_a_quiet_run_prints_nothing(told):
-    assert told.said == ""
 
 
 @pytest.mark.parametrize("name", ["trackio", "wandb"])
@@ -107,18 +101,6 @@ def test_no_table_of_wandb_hides_that_of_another_step(told):
     assert set(steps) == {2, 4, 6} and all(table["columns"] == ["step", "prompt", "right"] for table in tables)
 
 
-@pytest.mark.parametrize(
-    "text", ['["wandb"]', '{"trackio": {"number": 1}}', '{"trackio": ["run"]}', '{"trackio": {"na']
-)
-def test_a_damaged_note_is_named_with_the_remedy(tmp_path, text):
-    folder = RunFolder(tmp_path)
-    folder.claim(KNOWN).write_text(text)
-    config = GRPOConfig(report_to="trackio", project="sums", quiet=True)
-    with pytest.raises(ValueError, match=rf"{KNOWN} cannot be read .*; delete it, .*leave trackio out of report_to"):
-        Trackio(config, folder, tmp_path / "checkpoint-2")
-    folder.close()
-
-
 def test_names_are_those_of_trl():
     trained = {"reward": 1.0, "rewards/right/mean": 0.5, "loss": float("nan"), "learning_rate": 0.1}
     assert named(3, trained) == {"train/reward": 1.0, "train/rewards/right/mean": 0.5, "train/learning_rate": 0.1}
@@ -126,6 +108,4 @@ def test_names_are_those_of_trl():
     assert named(3, held_out) == {
         "eval/accuracy": 0.5, "eval/runtime": 2.0, "eval/reward": 0.25, "eval/completions/mean_length": 3.0,
     }  # fmt: skip
-    assert named(3, {"eval_hard/accuracy": 0.5, "eval_hard/time": 1.0}) == {
-        "eval/hard_accuracy": 0.5, "eval/hard_runtime": 1.0,
-    }  # fmt: skip
+    assert named(3, {"eval_hard/time": 1.0}) == {"eval/hard_runtime": 1.0}

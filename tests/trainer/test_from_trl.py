@@ -1,6 +1,5 @@
 """Scripts for TRL's trainer: runs under TRL's names, and what such scripts read afterwards."""
 
-import functools
 import inspect
 import logging
 import math
@@ -28,18 +27,6 @@ def length(completions, **_):
     return [float(len(text)) for text in completions]
 
 
-def letters(completions, **_):
-    return [float(len(set(text))) for text in completions]
-
-
-async def awaited(completions, **_):
-    return [float(len(set(text))) for text in completions]
-
-
-def nothing(completions, **_):
-    return [None] * len(completions)
-
-
 def script(tmp_path, reward=share_of_a, **settings):
     """A trainer as a script for TRL makes it."""
     return make_trainer(tmp_path, reward, **{**BATCHES, "learning_rate": 0.1, **settings})
@@ -62,18 +49,11 @@ def trained(trainer):
         {"loss_type": "cispo", "epsilon_high": 5.0},
         {"loss_type": "luspo", "importance_sampling_level": "sequence"},
         {"num_iterations": 2},
-        {"num_iterations": 2, "importance_sampling_level": "sequence", "loss_type": "grpo"},
         {"steps_per_generation": 4, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4},
         {"beta": 0.1},
         {"beta": 0.1, "use_bias_correction_kl": True, "num_iterations": 2},
-        {"scale_rewards": False},
-        {"scale_rewards": "batch"},
         {"delta": 2.0, "num_iterations": 2},
         {"top_entropy_quantile": 0.2},
-        {"off_policy_mask_threshold": 0.5},
-        {"entropy_coef": 0.01},
-        {"top_p": 0.9, "top_k": 10, "min_p": 0.01},
-        {"repetition_penalty": 1.2},
         {"generation_kwargs": {"top_k": 10, "repetition_penalty": 1.2}, "cast_lm_head_to_fp32": True},
         {"gradient_checkpointing": True},
         {"bf16": True, "use_cpu": True},
@@ -87,31 +67,17 @@ def test_training_moves_the_weights(tmp_path, settings):
     assert trained(trainer) == {name for name, _ in trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "reward", [[length, awaited, letters], [length, nothing], [functools.partial(length), length]],
-    ids=["async", "none", "one name twice"],
-)  # fmt: skip
-def test_several_rewards(tmp_path, reward):
-    trainer = script(tmp_path, reward, reward_weights=[1.0, 0.5, 0.5][: len(reward)])
-    assert trained(trainer)
-    names, last = trainer.rewards.names, trainer.state.log_history[-1]
-    assert len(set(names)) == len(reward)
-    judged = [name for name, function in zip(names, reward, strict=True) if function is not nothing]
-    assert all(f"rewards/{name}/{of}" in last for name in judged for of in ("mean", "std"))
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_a_reward_model_trains(tmp_path, chat):
-    """By its name, or in memory beside a function."""
-    rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in PROMPTS] if chat else PROMPTS
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_reward_model_trains(tmp_path, by_name):
+    """Alone by its name, or in memory beside a function."""
     torch.manual_seed(0)
     judge = Qwen2ForSequenceClassification(tiny.config(vocab_size=258, num_labels=1)).float()
-    judge.save_pretrained(tmp_path / "judge")
-    tokenizer = tiny.tokenizer(chat)
-    tokenizer.save_pretrained(tmp_path / "judge")
-    given, tokenizers = (str(tmp_path / "judge"), None) if chat else ([judge, share_of_a], [tokenizer, None])
-    trainer = script(tmp_path, given, rows=rows, chat=chat, reward_processing_classes=tokenizers)
-    assert trainer.reward_processing_classes[0] is tokenizer or chat
+    tokenizer = tiny.tokenizer()
+    for part in (judge, tokenizer):
+        part.save_pretrained(tmp_path / "judge")
+    given, tokenizers = (str(tmp_path / "judge"), None) if by_name else ([judge, share_of_a], [tokenizer, None])
+    trainer = script(tmp_path, given, reward_processing_classes=tokenizers)
+    assert trainer.reward_processing_classes[0] is tokenizer or by_name
     assert trained(trainer) and lines(tmp_path / "run" / "metrics.jsonl")[0]["reward_std"] > 0
 
 
@@ -134,7 +100,6 @@ def test_names_of_metrics_are_trls(tmp_path):
 
 
 def test_the_reference_is_a_model_of_its_own(tmp_path):
-    """It follows the policy after every second step."""
     assert script(tmp_path / "none", length).ref_model is None
     trainer = script(tmp_path, length, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2)
     before = {name: value.clone() for name, value in trainer.ref_model.named_parameters()}
@@ -172,27 +137,16 @@ def test_evaluations_of_several_data_sets(tmp_path):
     assert {"eval_a_reward", "eval_b_reward"} <= set(both)
 
 
-@pytest.mark.parametrize("strategy, at", [("no", [0, 2]), ("steps", [0, 1, 2])])
-def test_eval_on_start_and_strategies(tmp_path, strategy, at):
-    trainer = script(tmp_path, length, eval_rows=PROMPTS[:1], eval_strategy=strategy, eval_on_start=True)
-    trainer.train()
-    assert [entry["step"] for entry in trainer.state.log_history if "eval_reward" in entry] == at
-
-
 @pytest.mark.parametrize(
     "given, match",
     [
         ({"use_vllm": True}, "use_vllm"),
-        ({"rows": [{"prompt": "a", "image": None}]}, "the rows have the column 'image'"),
         ({"tools": [length]}, "tools is not in fastgrpo yet"),
         ({"optimizers": (object(), None)}, "optimizers: .* set learning_rate"),
-        ({"reward_processing_classes": [None, None]}, "has 2 entries, which must match the 1 reward_funcs"),
         ({"peft_config": peft.LoraConfig(lora_dropout=0.1)}, "peft_config: lora_dropout=0.1"),
         ({"peft_config": peft.LoraConfig(), "use_peft": True}, "both ask for adapters"),
-        ({"rows": {"train": PROMPTS}}, r"train_dataset is of type dict; .* such as data\['train'\]"),
-        ({"rows": (row for row in PROMPTS)}, r"train_dataset .* generator; .* pass list\(...\)"),
+        ({"rows": {"train": PROMPTS}}, "train_dataset is of type dict"),
         ({"rows": STREAM, "max_steps": -1}, "so pass max_steps"),
-        ({"rows": [*PROMPTS, 7]}, "train_dataset row 4"),
         ({"eval_rows": [*PROMPTS, 7]}, "eval_dataset row 4"),
         ({"eval_rows": STREAM, "max_eval_samples": None}, "so pass max_eval_samples"),
         ({"eval_rows": {"a/b": PROMPTS}}, "cannot be the name of a data set"),
@@ -211,21 +165,16 @@ def test_what_is_not_served_is_refused_by_name(tmp_path, given, match):
     [
         ({"args": {"max_steps": 1}}, "args is of type dict"),
         ({"args": SFTConfig()}, "args is of type SFTConfig"),
-        ({"processing_class": "Qwen/Qwen3-0.6B"}, "processing_class is of type str"),
-        ({"reward_funcs": {"f": length}}, "reward_funcs"),
         ({"reward_funcs": [None]}, "reward_funcs"),
         ({"train_dataset": None}, "train_dataset is needed"),
-        ({"model": peft.get_peft_model(tiny.model(), peft.LoraConfig()), "peft_config": peft.LoraConfig()},
-         "and there is a peft_config too"),
     ],
-)  # fmt: skip
+)
 def test_arguments_of_another_kind_are_refused_before_the_model_is_loaded(given, match):
     with pytest.raises(ValueError, match=match):
         GRPOTrainer(**{"model": "no/such/model", "reward_funcs": length, "train_dataset": PROMPTS, **given})
 
 
 def test_a_stream_and_a_data_frame_train_and_evaluate(tmp_path):
-    """A stream is read as far as a run can need."""
     settings = {"max_steps": 1, "prompts_per_step": 2, "oversampling_factor": 1.5}
     trainer = make_trainer(tmp_path, rows=STREAM, eval_rows=pandas.DataFrame(PROMPTS), **settings)
     assert len(trainer.source) == 3
@@ -238,13 +187,10 @@ def test_a_stream_and_a_data_frame_train_and_evaluate(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "loss, level, told",
-    [("dapo", "sequence", True), ("cispo", "sequence", True), ("grpo", "sequence", False), ("dapo", "token", False),
-     ("luspo", "sequence", False)],
-)  # fmt: skip
+    "loss, level, told", [("dapo", "sequence", True), ("grpo", "sequence", False), ("dapo", "token", False)]
+)
 def test_sequence_level_with_a_token_sum_is_told_of(loss, level, told):
-    cap = {"epsilon_high": 5.0} if loss == "cispo" else {}
-    warnings = advice(GRPOConfig(loss_type=loss, importance_sampling_level=level, **cap))
+    warnings = advice(GRPOConfig(loss_type=loss, importance_sampling_level=level))
     assert any("adds up over tokens" in text for text in warnings) == told
 
 

@@ -1,6 +1,5 @@
 """The loop: learning, exact accumulation, old log-probs, what a run leaves behind."""
 
-import dataclasses
 import json
 import re
 
@@ -13,7 +12,6 @@ from runs import PROMPTS, lines, make_trainer, samples_of, share_of_a
 from transformers import AutoModelForCausalLM
 from updates import before_each_step, make_update
 
-from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, score
@@ -89,38 +87,6 @@ def test_every_update_after_the_first_meets_the_rollout_policy_as_the_old_one():
     assert metrics["ratio/max"] > 1.01
 
 
-def test_without_passes_no_old_logps_are_made(monkeypatch):
-    update = make_update(Policy.of(tiny.model("llama")))
-    scored = lambda model, samples, *_: pytest.fail("scored") if samples else []  # noqa: E731
-    monkeypatch.setattr("fastgrpo.trainer.update.score", scored)
-    updated, metrics = update([samples_of()])
-    assert all(sample.old_logps is None for sample in updated)
-    assert metrics["ratio/mean"] == metrics["ratio/max"] == 1 and "kl" not in metrics
-
-
-def weights(trainer):
-    return [parameter.clone() for parameter in trainer.model.parameters()]
-
-
-def moved(trainer, before):
-    return [not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True)]
-
-
-def test_truncated_completions_are_masked_on_request(tmp_path):
-    trainer = make_trainer(tmp_path, mask_truncated_completions=True, loss_type="grpo")
-    before = weights(trainer)
-    trainer.collector.sampling = trainer.sampling.__class__(max_tokens=3)  # no stop token: everything is truncated
-    assert trainer.step()["completions/clipped_ratio"] == 1 and not any(moved(trainer, before))
-
-
-def test_no_spread_moves_nothing(tmp_path):
-    trainer = make_trainer(tmp_path, lambda completions, **_: [0.1] * len(completions))
-    before = weights(trainer)
-    values = trainer.step()
-    assert values["frac_informative"] == 0 and values["frac_reward_zero_std"] == 1 and values["loss"] == 0
-    assert not any(moved(trainer, before))
-
-
 def test_what_a_run_leaves_behind(tmp_path, monkeypatch):
     monkeypatch.setattr("fastgrpo.run.curves.draw_curves", draw_curves)  # the real one
 
@@ -139,7 +105,6 @@ def test_what_a_run_leaves_behind(tmp_path, monkeypatch):
     known = re.compile("|".join(re.sub(r"\\{\w+\\}", ".+", re.escape(name)) for name in METRICS))
     names = {name for row in rows for name in row} - {"step", "answer_length", "eval/answer_length"}
     assert [name for name in names if not known.fullmatch(name)] == []
-    assert {"policy_loss", "advantage/mean", "frac_informative", "tokens/s", "rewards/rich/mean"} <= names
     assert rows[1]["rollout/logp_gap"] < 1e-4 and rows[1]["answer_length"] == 3
     assert set(samples[0]) == {
         "step", "group", "prompt", "completion", "rewards", "advantage", "finish_reason", "tokens", "clipped",
@@ -147,8 +112,9 @@ def test_what_a_run_leaves_behind(tmp_path, monkeypatch):
     }  # fmt: skip
     assert samples[0]["rewards"]["rich"] is None and samples[1]["rewards"]["rich"] is not None
     assert json.loads((run / "summary.json").read_text()) == summary
-    figures = {"accuracy_before", "accuracy_after", "steps", "wall_seconds", "num_tokens", "peak_memory_gib"}
-    assert set(summary) == figures and 0.01 < summary["peak_memory_gib"] < 1000
+    assert summary.keys() == {
+        "accuracy_before", "accuracy_after", "steps", "wall_seconds", "num_tokens", "peak_memory_gib",
+    }  # fmt: skip
     assert json.loads((run / "config.json").read_text())["beta"] == 0.1
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG") and list((run / "tensorboard").iterdir())
     loaded = AutoModelForCausalLM.from_pretrained(run / "checkpoint-2")
@@ -157,27 +123,14 @@ def test_what_a_run_leaves_behind(tmp_path, monkeypatch):
     assert (run / "checkpoint-1").is_dir()
 
 
-def test_conversational_prompts_give_message_lists(tmp_path):
-    def reward(prompts, completions, **_):
-        assert prompts[0] == prompt
-        assert completions[0][0]["role"] == "assistant" and isinstance(completions[0][0]["content"], str)
-        return [float(i) for i in range(len(completions))]
-
-    prompt = [{"role": "user", "content": "hi"}]
-    assert make_trainer(tmp_path, reward, rows=[{"prompt": prompt}], chat=True, max_steps=1).train()["steps"] == 1
-
-
 def test_epochs_set_the_steps(tmp_path):
     assert make_trainer(tmp_path, max_steps=-1, num_train_epochs=3, rows=PROMPTS * 3).state.max_steps == 9
 
 
-def test_logging_steps_average(tmp_path):
-    """And a run that is shorter leaves its samples at its end."""
-    make_trainer(tmp_path, max_steps=5, logging_steps=2).train()
-    rows = lines(tmp_path / "run" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [2, 4, 5] and rows[1]["num_tokens"] > rows[0]["num_tokens"]
-    make_trainer(tmp_path, output_dir=str(tmp_path / "short"), logging_steps=10).train()
-    assert {row["step"] for row in lines(tmp_path / "short" / "samples.jsonl")} == {2}
+def test_a_run_shorter_than_logging_steps_logs_its_last_step(tmp_path):
+    make_trainer(tmp_path, logging_steps=10).train()
+    for name in ("metrics", "samples"):
+        assert {row["step"] for row in lines(tmp_path / "run" / f"{name}.jsonl")} == {2}
 
 
 @pytest.mark.parametrize("samples, updates, sizes", [(5, 4, [1, 1, 1, 2]), (6, 3, [2, 2, 2])])
@@ -196,56 +149,32 @@ def test_steps_without_any_verdict_move_nothing(tmp_path):
     assert len(rows) == 2 and all("reward" not in row and row["frac_informative"] == 0 for row in rows)
 
 
-def advantages_of(trainer):
-    """[P, G] advantages of one step."""
-    trainer.step()
-    rows = lines(trainer.log.dir / "samples.jsonl")
-    return torch.tensor([row["advantage"] for row in rows]).view(-1, 4)
-
-
-def centred(rewards):
-    return rewards - rewards.mean(1, keepdim=True)
-
-
 @pytest.mark.parametrize(
     "settings, formula",
     [
-        ({"advantage_baseline": "leave_one_out", "scale_rewards": "none"}, lambda r: centred(r) * 4 / 3),
-        ({"advantage_clip": 0.5}, lambda r: (centred(r) / (r.std(1, keepdim=True) + 1e-4)).clamp(-0.5, 0.5)),
-        ({"scale_rewards": "batch"}, lambda r: centred(r) / (r.std() + 1e-4)),
+        ({"advantage_baseline": "leave_one_out", "scale_rewards": "none"}, lambda r, std: r * 4 / 3),
+        ({"advantage_clip": 0.5}, lambda r, std: (r / (std + 1e-4)).clamp(-0.5, 0.5)),
     ],
 )
 def test_advantages_follow_the_settings(tmp_path, settings, formula):
     values = torch.tensor([[0.0, 1, 2, 6]] * 2 + [[0.0, 1, 1, 2]] * 2)
-    trainer = make_trainer(tmp_path, lambda completions, **_: values.flatten().tolist(), **settings)
-    torch.testing.assert_close(advantages_of(trainer), formula(values), atol=1e-5, rtol=1e-5)
+    make_trainer(tmp_path, lambda completions, **_: values.flatten().tolist(), **settings).step()
+    made = torch.tensor([row["advantage"] for row in lines(tmp_path / "run" / "samples.jsonl")]).view(-1, 4)
+    expected = formula(values - values.mean(1, keepdim=True), values.std(1, keepdim=True))
+    torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_several_rewards_are_normalized_each_before_the_sum(tmp_path):
-    each = [torch.tensor([0.0, 100, 200, 300]), torch.tensor([1.0, 0, 0, 0])]
-    functions = [lambda completions, values=values, **_: values.repeat(4).tolist() for values in each]
-    settings = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 2.0]}
-    advantages = advantages_of(make_trainer(tmp_path, functions, **settings))
-    total = sum(w * (r - r.mean()) / (r.std() + 1e-4) for w, r in zip((1, 2), each, strict=True)).repeat(4, 1)
-    torch.testing.assert_close(advantages, total / (total.std() + 1e-4), atol=1e-5, rtol=1e-5)
-
-
-def test_contradictory_generation_settings_are_mended_before_they_are_saved(tmp_path, caplog):
-    """As some models on the hub have them: transformers loads them, and refuses to save them."""
-    folder = tiny.save(tmp_path / "model")
-    path = folder / "generation_config.json"
+def test_contradictory_generation_settings_are_mended_before_they_are_saved(tmp_path):
+    """Some models on the hub have such settings: transformers loads them, and refuses to save them."""
+    path = tiny.save(tmp_path / "model") / "generation_config.json"
     settings = {**json.loads(path.read_text()), "temperature": 0.6, "top_p": 0.9, "do_sample": False}
     path.write_text(json.dumps(settings))
-    args = GRPOConfig(
-        output_dir=str(tmp_path / "run"), max_steps=1, prompts_per_step=1, num_generations=2, max_completion_length=4,
-        device="cpu",
-    )  # fmt: skip
-    GRPOTrainer(str(folder), lambda completions, **_: [0.0, 1.0], args, [{"prompt": "ab"}]).train()
-    saved = json.loads((tmp_path / "run" / "checkpoint-1" / "generation_config.json").read_text())
+    make_trainer(tmp_path, model=str(path.parent), max_steps=1).train()
+    saved = json.loads((tmp_path / "run" / "checkpoint-1" / path.name).read_text())
     assert (saved["do_sample"], saved["temperature"], saved["top_p"]) == (True, 0.6, 0.9)
     path.write_text(json.dumps({**settings, "do_sample": True, "length_penalty": 2.0}))
     with pytest.raises(ValueError, match="length_penalty"):
-        GRPOTrainer(str(folder), lambda completions, **_: [0.0, 1.0], args, [{"prompt": "ab"}])
+        make_trainer(tmp_path, model=str(path.parent), output_dir=str(tmp_path / "other"))
 
 
 def test_every_prompt_of_a_run_goes_through_the_chat_template_with_its_arguments(tmp_path):
@@ -253,11 +182,10 @@ def test_every_prompt_of_a_run_goes_through_the_chat_template_with_its_arguments
     path = tiny.save(tmp_path / "model", chat=True)
     (path / "chat_template.jinja").write_text(tiny.MOODY_TEMPLATE)
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("ab", "c")]
-    args = {"max_steps": 1, "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4, "device": "cpu"}
-    args = GRPOConfig(output_dir=str(tmp_path / "calm"), chat_template_kwargs={"mood": "calm"}, **args)
-    run = GRPOTrainer(str(path), share_of_a, args, rows, rows)
+    given = {"model": str(path), "rows": rows, "eval_rows": rows, "max_steps": 1, "prompts_per_step": 2}
+    run = make_trainer(tmp_path, **given, chat_template_kwargs={"mood": "calm"})
     shown = {run.tokenizer.decode(c.prompt_ids) for c in run.collector(run.state)[0]}
     assert shown == {"[calm]<user>ab\n<assistant>", "[calm]<user>c\n<assistant>"}
     assert run.train()["accuracy_after"] is not None
     with pytest.raises(ValueError, match="no mood"):
-        GRPOTrainer(str(path), share_of_a, dataclasses.replace(args, chat_template_kwargs={}), rows)
+        make_trainer(tmp_path, **given)

@@ -25,13 +25,12 @@ class Products(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.counts, self.entropies = Counter(), 0
+        self.counts = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in TWO_DIMENSIONS:
             a, b = args[TWO_DIMENSIONS[func] :][:2]
             self.counts[tuple(sorted((*a.shape, b.shape[1])))] += 1
-        self.entropies += func in (aten.special_entr.default, aten.special_entr.out)
         return func(*args, **(kwargs or {}))
 
 
@@ -41,12 +40,12 @@ def policy(checkpointing=False):
                       gradient_checkpointing=checkpointing)  # fmt: skip
 
 
-def counted(model, groups, with_entropy=True, beta=0.0, **settings):
+def counted(model, groups, beta=0.0, **settings):
     """The products of one rollout's updates."""
     update = make_update(Policy(model), Objective(beta=beta), **settings)
     with Products() as products:
-        update(groups, with_entropy)
-    return products
+        update(groups)
+    return products.counts
 
 
 def sizes(samples):
@@ -75,7 +74,7 @@ def test_a_first_update_without_kl_is_one_forward_and_one_backward_of_what_teach
     idle = [Sample(s.prompt_ids, s.ids, 0.0) for s in samples_of(seed=1)]
     products = counted(model, [samples, idle])
     assert len(teaching(samples)) == len(samples) - 1
-    assert products.counts == needed(model, teaching(samples), 3)  # no old, no reference, nothing for idle groups
+    assert products == needed(model, teaching(samples), 3)  # no old, no reference, nothing for idle groups
 
 
 def test_tokens_of_groups_without_advantage_count_in_the_normalizer():
@@ -92,20 +91,20 @@ def test_checkpointing_runs_the_layers_once_more_and_the_head_does_not():
     expected[tuple(sorted((rows, *Policy.of(model).head.weight.shape)))] -= 1
     for layer in model.base_model.layers:  # its last product is no one's input again
         expected[tuple(sorted((tokens, *layer.mlp.down_proj.weight.shape)))] -= 1
-    assert counted(model, [samples]).counts == expected
+    assert counted(model, [samples]) == expected
 
 
 @pytest.mark.parametrize("num_iterations", [1, 2, 3])
 def test_the_reference_runs_once_a_rollout(num_iterations):
     model, samples = policy(), samples_of()
     products = counted(model, [samples], beta=0.1, num_iterations=num_iterations)
-    assert products.counts == needed(model, samples, 1 + 3 * num_iterations)  # and no old pass: the first one gives it
+    assert products == needed(model, samples, 1 + 3 * num_iterations)  # and no old pass: the first one gives it
 
 
 def test_old_log_probs_are_made_for_later_minibatches_alone():
     model, samples = policy(), teaching(samples_of())
     products = counted(model, [samples[:2], samples[2:]], updates_per_rollout=2)
-    assert products.counts == needed(model, samples[:2], 3) + needed(model, samples[2:], 4)
+    assert products == needed(model, samples[:2], 3) + needed(model, samples[2:], 4)
 
 
 def test_with_adapters_the_base_and_the_head_have_no_weight_gradient():
@@ -123,18 +122,12 @@ def test_with_adapters_the_base_and_the_head_have_no_weight_gradient():
         layer = layers[f"layers.0.self_attn.{projection}"]
         expected[tuple(sorted((tokens, *layer.weight.shape)))] -= 1
         expected[tuple(sorted((tokens, *layer.lora_A["default"].weight.shape)))] -= 1
-    assert counted(model, [samples]).counts == expected
+    assert counted(model, [samples]) == expected
     fresh = add_lora(policy(), r=8, target_modules=("all-linear",))
-    assert counted(fresh, [samples], beta=0.1).counts - expected == once
-
-
-def test_entropy_costs_its_pass_only_where_it_is_asked_for():
-    asked, spared = (counted(policy(), [samples_of()], with_entropy=flag) for flag in (True, False))
-    assert (asked.entropies, spared.entropies) == (1, 0) and asked.counts == spared.counts
+    assert counted(fresh, [samples], beta=0.1) - expected == once
 
 
 @pytest.mark.parametrize("coef, measured", [(0.0, [False, False, True, True]), (0.01, [True] * 4)])
 def test_entropy_is_measured_in_steps_that_are_logged_or_need_it(tmp_path, coef, measured):
-    """The last step is always logged."""
     trainer = make_trainer(tmp_path, rising, logging_steps=3, max_steps=4, entropy_coef=coef)
     assert ["entropy" in trainer.step() for _ in range(4)] == measured

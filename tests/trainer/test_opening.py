@@ -1,7 +1,7 @@
 """The folder of a run, and `train(resume_from_checkpoint=...)`."""
 
 import pytest
-import torch
+from resumed import assert_same_run
 from runs import lines, make_trainer
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -15,13 +15,11 @@ def test_train_goes_on_from_a_checkpoint_bit_for_bit(tmp_path, resume, overwrite
         return make_trainer(tmp_path, output_dir=str(tmp_path / name), lr_scheduler_type="constant", **settings)
 
     make(max_steps=2, save_steps=2).train()
-    trainer, whole = make(max_steps=4, save_steps=2, overwrite_output_dir=overwrite), make("whole", max_steps=4)
-    whole.train()
+    make("whole", max_steps=4, save_steps=2).train()
+    trainer = make(max_steps=4, save_steps=2, overwrite_output_dir=overwrite)
     resume = resume if resume is True else str(tmp_path / "run" / resume)
     assert trainer.train(resume_from_checkpoint=resume).global_step == 4
-    expected = whole.policy.state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in trainer.policy.state_dict().items())
-    assert [row["step"] for row in lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
     assert [entry["step"] for entry in trainer.state.log_history] == [1, 2, 3, 4, 4]
 
 

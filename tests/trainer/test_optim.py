@@ -52,17 +52,6 @@ def test_micro_batches_accumulate_in_fp32():
     assert optimizer.masters[0].grad.item() == 1 + 64 * 2**-9
 
 
-@pytest.mark.parametrize("limit, expected", [(0.5, 0.5), (0.0, 5.0), (10.0, 5.0)])
-def test_clipping(limit, expected):
-    module = torch.nn.Module()
-    module.weight = torch.nn.Parameter(torch.zeros(2))
-    optimizer, seen = MasterAdamW(module, learning_rate=1.0), []
-    optimizer.adamw.step = lambda: seen.append(module.weight.grad.norm().item())
-    module.weight.grad = torch.tensor([3.0, 4.0])
-    assert optimizer.step(limit).item() == pytest.approx(5.0)
-    assert seen[0] == pytest.approx(expected, rel=1e-5)
-
-
 def rates_of(total, *how, **more):
     optimizer = MasterAdamW(torch.nn.Linear(2, 2), learning_rate=1.0)
     schedule, rates = make_schedule(optimizer, *how, total_steps=total, **more), []
@@ -73,35 +62,13 @@ def rates_of(total, *how, **more):
     return rates
 
 
-def trained(dtype, learning_rate=1e-2):
-    model = tiny.model().to(dtype)
-    optimizer = MasterAdamW(model, learning_rate=learning_rate)
-    sum(parameter.float().square().sum() for parameter in model.parameters()).backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def test_masters_of_16_bit_weights_become_the_weights_where_these_are_their_own_masters():
-    """As where a run of one process in bf16 goes on with shards, which are in fp32."""
-    _, saved = trained(torch.bfloat16)
-    model, optimizer = trained(torch.float32, learning_rate=0.5)
-    places = [parameter.data_ptr() for parameter in model.parameters()]
-    optimizer.load_state_dict(saved.state_dict())
-    assert [parameter.data_ptr() for parameter in model.parameters()] == places
-    assert all(torch.equal(p, m) for p, m in zip(model.parameters(), saved.masters, strict=True))
-    assert optimizer.adamw.param_groups[0]["lr"] == 1e-2
-    mine, theirs = optimizer.named_state(), saved.named_state()
-    assert mine.pop("groups") == theirs.pop("groups") and mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
 def test_the_state_of_other_parameters_is_refused():
-    _, optimizer = trained(torch.bfloat16)
+    optimizer = MasterAdamW(tiny.model().bfloat16(), learning_rate=1.0)
     state = optimizer.state_dict()
     for other in ({**state, "masters": state["masters"][1:]}, {**state, "adamw": {"param_groups": [], "state": {}}}):
-        with pytest.raises(ValueError, match="the state of the optimizer is of other parameters than the policy's"):
+        with pytest.raises(ValueError, match="is of other parameters than the policy's"):
             optimizer.load_state_dict(other)
-    with pytest.raises(ValueError, match="the state of the optimizer is of other parameters than the policy's"):
+    with pytest.raises(ValueError, match="is of other parameters than the policy's"):
         optimizer.make_room({"master.other"})
 
 
@@ -122,7 +89,6 @@ def test_schedules():
     assert rates_of(10, "linear", warmup_steps=0.2) == pytest.approx(expected)
     further = {"min_lr_rate": 0.25}
     assert rates_of(4, "cosine_with_min_lr", warmup_steps=0, further=further)[-1] == 0.25
-    check_schedule("cosine_with_min_lr", further)
     with pytest.raises(ValueError, match=r"'linear' .*lr_scheduler_kwargs"):
         check_schedule("linear", further)
 

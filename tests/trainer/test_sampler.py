@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("without_curves")
 
 PROMPT = Prompt([5, 9, 20], "p")
 FILTERS = [{"top_k": 4}, {"top_p": 0.6}, {"min_p": 0.5}, {"top_k": 6, "top_p": 0.8}]
+PENALTIES = [{"repetition_penalty": 1.6}, {"repetition_penalty": 0.5, "top_p": 0.97}]
 
 
 def drawn(policy, filters):
@@ -51,32 +52,23 @@ def expected_gradient(policy, completions):
     return torch.cat([p.grad.flatten() for p in policy.module.parameters()]), logps.exp()[tokens].sum().item()
 
 
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("filters", [*FILTERS, *PENALTIES], ids=str)
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_the_expected_gradient_is_that_of_the_policy_over_the_kept_tokens(filters, mode):
     policy = Policy(tiny.model("llama"))
     completions = drawn(policy, filters)
     expected, mass = expected_gradient(policy, completions)
-    assert 1 < len(completions) < 64 and mass < 0.99
-    ours, metrics = gradient(policy, completions, Objective(importance_sampling_mode=mode), corrected=True)
+    correction = Objective(importance_sampling_mode=mode, importance_sampling_clip_max=None)
+    ours, metrics = gradient(policy, completions, correction, corrected=True)
     torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-4)
-    assert metrics["sampling/importance_sampling_ratio/mean"].item() == pytest.approx(mass, rel=1e-5)
-    # Without the correction each kept token counts by q = p / kept: the gradient is larger by that factor.
+    lowest, highest = (metrics[f"sampling/importance_sampling_ratio/{name}"].item() for name in ("min", "max"))
     plain, _ = gradient(policy, completions, Objective(), corrected=False)
-    torch.testing.assert_close(plain * mass, expected, atol=1e-6, rtol=1e-4)
-
-
-@pytest.mark.parametrize("filters", [{"repetition_penalty": 1.6}, {"repetition_penalty": 0.5, "top_p": 0.97}], ids=str)
-def test_with_a_penalty_each_token_is_weighed_by_its_own_ratio(filters):
-    policy = Policy(tiny.model("llama"))
-    completions = drawn(policy, filters)
-    expected, _ = expected_gradient(policy, completions)
-    mode = {"importance_sampling_mode": "token_truncate", "importance_sampling_clip_max": None}
-    ours, metrics = gradient(policy, completions, Objective(**mode), corrected=True)
-    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-4)
-    assert metrics["sampling/importance_sampling_ratio/max"] > metrics["sampling/importance_sampling_ratio/min"] + 0.01
-    plain, _ = gradient(policy, completions, Objective(), corrected=False)
-    assert (plain - expected).norm() > 0.01 * expected.norm()
+    if filters in FILTERS:  # without the correction each kept token counts by p / mass
+        assert 1 < len(completions) < 64 and mass < 0.99
+        assert lowest == pytest.approx(mass, rel=1e-5) and highest == pytest.approx(mass, rel=1e-5)
+        torch.testing.assert_close(plain * mass, expected, atol=1e-6, rtol=1e-4)
+    else:  # each token has a ratio of its own
+        assert highest > lowest + 0.01 and (plain - expected).norm() > 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", None])

@@ -238,9 +238,6 @@ RUNS = {
     "a gpu that is not there": (
         {"device": "cuda"}, lambda c: c.patch("torch.cuda.is_available", lambda: False), "device='cuda'",
     ),
-    "no wandb": (
-        {"report_to": "wandb"}, lambda c: c.monkeypatch.setitem(os.sys.modules, "wandb", None), "pip install wandb",
-    ),
     "no transformers": (
         {}, lambda c: c.patch("fastgrpo.train.make_trainer", raising(ModuleNotFoundError(name="transformers"))),
         r"pip install 'fastgrpo\[train\]'",

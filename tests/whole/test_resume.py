@@ -63,6 +63,7 @@ def rounded(model, name, device):
         ({"ref_storage": "int8"}, "torchao"),
         ({"ref_storage": "int8", "scale_rewards": "none"}, None),  # a stand-in for torchao: see `rounded`
         ({"beta": 0.0, "rollout_backend": "hf"}, None),
+        ({"use_adaptive_entropy": True, "entropy_target": 20.0, "entropy_coef_delta": 0.01}, None),
         ({"reward_errors": "skip", "multi_objective_aggregation": "normalize_then_sum"}, None),
     ],
     ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
