@@ -179,7 +179,7 @@ def about(run: Run) -> list[dict[str, str]]:
         "training": training,
         "rewards": _listed(config.get("reward_funcs")),
         "seed": config.get("seed"),
-        "device": " ".join(str(config[name]) for name in ("device", "dtype") if config.get(name, "auto") != "auto"),
+        **{name: config.get(name) for name in ("device", "dtype") if config.get(name) != "auto"},
         "versions": ", ".join(run.versions),
     }
     return [{"label": label, "value": str(value)} for label, value in rows.items() if value not in (None, "")]
