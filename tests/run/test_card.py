@@ -71,14 +71,10 @@ def test_no_path_of_the_machine_is_told(tmp_path):
     assert "Think \\| 'first' then answer." in line and line.rstrip(" |").endswith("...`")
 
 
-def test_names_of_the_hub():
+def test_names_of_the_hub_are_told_from_paths_whatever_the_working_directory_is(tmp_path, monkeypatch):
     assert on_hub("Qwen/Qwen2.5-0.5B", {}) and on_hub("gpt2", {})
     for name in ("a/b/c", "model.gguf", "o/rows.jsonl", "/data/model", "./model", ""):
         assert not on_hub(name, {})
-
-
-def test_a_card_does_not_depend_on_the_working_directory(tmp_path, monkeypatch):
-    """Which folders the run reads is known from its beginning; one of that name that is here now says nothing."""
     read = {"the model": Path("runs/mine"), "the data set": Path("my/rows")}
     assert not on_hub("runs/mine", read) and on_hub("runs/other", read)
     written = card(base="runs/mine", inputs=read, task="dataset", dataset_name="my/rows")

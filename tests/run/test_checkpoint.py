@@ -297,11 +297,7 @@ def test_other_rows_have_another_digest(other):
     assert digest_of_rows([dict(reversed(row.items())) for row in ROWS]) == digest_of_rows(ROWS)
 
 
-RING = []
-RING.append(RING)
-
-
-@pytest.mark.parametrize("value", [RING, {1: 2, "1": 3}, object(), torch.ones(2).to_sparse()], ids=type)
+@pytest.mark.parametrize("value", [{1: 2, "1": 3}, object(), torch.ones(2).to_sparse()], ids=type)
 def test_a_value_that_json_refuses_counts_by_its_type_and_the_others_count_in_full(value):
     def digest(prompt="\ud800", numbers=(0, 1), odd=value):
         return digest_of_rows([{"prompt": prompt, "numbers": numpy.array(numbers), "odd": odd}])

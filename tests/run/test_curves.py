@@ -54,7 +54,6 @@ def test_the_curves_are_those_of_the_metrics(drawn):
     assert axes["Reward"].get_ylabel() == "mean total reward" and axes["Reward"].get_xlabel() == "step"
     *_, heldout = axes["Accuracy"].lines  # points as they are: few, and far apart
     assert len(axes["Accuracy"].lines) == 3 and heldout.get_xydata().tolist() == [[0, 0.5], [20, 1.0]]
-    assert moving_average([1, 2, 3, 4], window=2) == [1, 1.5, 2.5, 3.5] and moving_average([]) == []
 
 
 def test_a_task_chooses_the_panels(drawn):

@@ -37,7 +37,6 @@ class Device:
         self.current = before
 
     def host_tensor(self, like):
-        """Memory that a copy reaches when the stream of the copy gets there."""
         device, host = self, torch.full_like(like, torch.nan)
         self.pinned += 1
 
@@ -138,7 +137,6 @@ def test_memory_is_pinned_once_and_lent_only_when_it_is_free(device):
 
 
 def test_checkpoints_of_a_run_use_the_same_memory(device, tmp_path):
-    """What stands in a checkpoint is what it was taken from, though the next one writes over its memory."""
     model, copies = tiny.model(), HostCopies()
     parts = {"policy": Policy(model), "progress": SimpleNamespace(state_dict=dict)}
     for step in range(3):

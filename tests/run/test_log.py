@@ -73,9 +73,7 @@ def test_every_line_goes_to_the_trackers(tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name, package", [("wandb", "wandb"), ("trackio", "trackio"), ("tensorboard", "torch.utils.tensorboard")]
-)
+@pytest.mark.parametrize("name, package", [("trackio", "trackio"), ("tensorboard", "torch.utils.tensorboard")])
 def test_a_missing_package_is_named(tmp_path, monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)  # import raises ImportError
     with pytest.raises(ValueError, match=f"report_to {name} .*pip install {name}"):

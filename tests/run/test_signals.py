@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 
 import pytest
@@ -50,24 +49,6 @@ def test_other_threads_do_not_listen():
     thread.start()
     thread.join()
     assert seen == [(True, False)]
-
-
-def test_a_reader_that_leaves_stops_the_run_as_a_signal_does(monkeypatch, capfd):
-    reading, writing = os.pipe()
-    stream = os.fdopen(writing, "w", buffering=1)
-    monkeypatch.setattr("sys.stdout", stream)
-    with StopSignals() as stop:
-        print("read")
-        assert not stop and os.read(reading, 10) == b"read\n"
-        os.close(reading)
-        print("lost")
-        assert stop and stop.received == signal.SIGPIPE
-        print("dropped")
-    assert sys.stdout is stream and capfd.readouterr().err.count("finishing the step") == 1
-    with pytest.raises(SystemExit) as raised:
-        stop.leave()
-    assert raised.value.code == 141
-    stream.close()
 
 
 class TwoRanks(Ranks):

@@ -13,8 +13,6 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Screen(io.StringIO):
-    """A stream that says that it is a terminal."""
-
     def isatty(self):
         return True
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from runs import make_trainer
+from updates import rising
 
 from benchmarks import architectures
 
@@ -15,17 +16,13 @@ CASES = {
 }
 
 
-def reward(completions, **_):
-    return [float(len(set(text))) for text in completions]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_three_steps(tmp_path, name):
     backend, changes = CASES[name]
     model = architectures.tiny_model(name, vocab_size=258, **changes)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     settings = {"rollout_backend": backend, "max_steps": 3, "max_completion_length": 12, "learning_rate": 1e-2}
-    trainer = make_trainer(tmp_path, reward, model=model, beta=0.1, lr_scheduler_type="constant", **settings)
+    trainer = make_trainer(tmp_path, rising, model=model, beta=0.1, lr_scheduler_type="constant", **settings)
     for _ in range(3):
         values = trainer.step()
         assert values["rollout/logp_gap"] < 1e-5

@@ -65,7 +65,6 @@ def test_groups_without_spread_are_replaced(folder, tmp_path):
     assert rows_of(experience, trainer) == [0, 3, 5, 6]
     assert values["dynamic_sampling/num_gen_batches"] == 3
     assert values["dynamic_sampling/dropped_groups"] == 3 and values["dynamic_sampling/filled_groups"] == 0
-    # All that was drawn is measured, and has passed.
     assert values["frac_informative"] == pytest.approx(4 / 7) == 1 - values["frac_reward_zero_std"]
     assert values["reward"] == pytest.approx((4 * 0.5 + 3 * 0.25) / 7)
     assert values["accuracy"] == pytest.approx(4 / 7 / 2)
@@ -144,18 +143,14 @@ def test_refills_may_go_without_a_reward_and_lack_columns(folder, tmp_path):
 
 
 def noisy(completions, spread, **_):
-    """Draws from a global generator, as rewards may."""
     return [r + random.random() * (r != 0.25) for r in by_plan(completions, spread)]
 
 
 def test_a_run_is_the_same_again_and_goes_on_where_it_stopped(folder, tmp_path):
-    settings = {
-        "dynamic_sampling": 3, "oversampling_factor": 1.5, "soft_punish_cache": 2,
-        "save_steps": 1, "shuffle_dataset": True,
-    }  # fmt: skip
+    settings = {"dynamic_sampling": 3, "oversampling_factor": 1.5, "soft_punish_cache": 2, "shuffle_dataset": True}
 
     def run(name, **changes):
-        trainer = make_trainer(folder, tmp_path / name, "1001011", noisy, **{**settings, **changes})
+        trainer = make_trainer(folder, tmp_path / name, "1001011", noisy, save_steps=1, **settings, **changes)
         stop_at(trainer, 2)
         trainer.train()
         return tmp_path / name / "run"
@@ -218,10 +213,8 @@ def test_soft_overlong_punishment_stands_beside_the_rewards(folder, tmp_path):
 
 
 def test_all_of_it_at_once(folder, tmp_path):
-    trainer = make_trainer(
-        folder, tmp_path, "1001011", oversampling_factor=1.5, soft_punish_cache=3, mask_truncated_completions=True,
-        updates_per_rollout=2, num_iterations=2, beta=0.05,
-    )  # fmt: skip
+    updates = {"updates_per_rollout": 2, "num_iterations": 2, "beta": 0.05, "mask_truncated_completions": True}
+    trainer = make_trainer(folder, tmp_path, "1001011", oversampling_factor=1.5, soft_punish_cache=3, **updates)
     stop_at(trainer, 6)
     updated, update = [], trainer.updates
     trainer.updates = lambda groups, with_entropy: updated.append(update(groups, with_entropy)) or updated[0]

@@ -127,22 +127,16 @@ def test_evaluations_of_several_data_sets(tmp_path):
     assert trainer.eval_dataset.keys() == {"math", "code"} and trainer.train_dataset is PROMPTS
     trainer.train()
     for name in rows:
-        steps = [entry["step"] for entry in trainer.state.log_history if f"eval_{name}_reward" in entry]
-        assert steps == [1, 2]
-    assert trainer.state.accuracy_after is not None
+        assert [x["step"] for x in trainer.state.log_history if f"eval_{name}_reward" in x] == [1, 2]
     named = trainer.evaluate(PROMPTS[:1], metric_key_prefix="test")
-    assert {"test_reward", "test_completions/mean_length", "test_rewards/length/mean", "test_runtime"} <= set(named)
-    assert named["test_reward"] == named["test/sampled/reward"] and "test/accuracy" in named
-    both = trainer.evaluate({"a": PROMPTS[:1], "b": PROMPTS[1:]})
-    assert {"eval_a_reward", "eval_b_reward"} <= set(both)
+    assert {"test_reward", "test_completions/mean_length", "test_runtime", "test/accuracy"} <= set(named)
+    assert {"eval_a_reward", "eval_b_reward"} <= set(trainer.evaluate({"a": PROMPTS[:1], "b": PROMPTS[1:]}))
 
 
 @pytest.mark.parametrize(
     "given, match",
     [
-        ({"use_vllm": True}, "use_vllm"),
         ({"tools": [length]}, "tools is not in fastgrpo yet"),
-        ({"optimizers": (object(), None)}, "optimizers: .* set learning_rate"),
         ({"peft_config": peft.LoraConfig(lora_dropout=0.1)}, "peft_config: lora_dropout=0.1"),
         ({"peft_config": peft.LoraConfig(), "use_peft": True}, "both ask for adapters"),
         ({"rows": {"train": PROMPTS}}, "train_dataset is of type dict"),

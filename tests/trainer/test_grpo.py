@@ -56,7 +56,6 @@ def gradient_and_loss(max_tokens, loss_type, level, beta, drop=False, seed=0):
 )
 @hypothesis.settings(max_examples=20)
 def test_a_step_does_not_depend_on_how_it_was_split(loss_type, how, max_tokens, seed):
-    """Any split into micro-batches has the gradient and the metrics of the whole."""
     whole, whole_metrics = gradient_and_loss(10_000, loss_type, *how, seed=seed)
     split, metrics = gradient_and_loss(max_tokens, loss_type, *how, seed=seed)
     for name, gradient in whole.items():

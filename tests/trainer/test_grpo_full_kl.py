@@ -31,7 +31,6 @@ def soft_capped():
 # name: (policy, device of the reference)
 POLICIES = {
     "copy": (lambda: Policy(tiny.model()), None),
-    "checkpointed": (lambda: Policy(tiny.model(gradient_checkpointing=True)), None),
     "streamed": (lambda: Policy(tiny.model("smollm3-like")), "cpu"),
     "checkpointed adapters": (
         lambda: Policy(add_lora(tiny.model(gradient_checkpointing=True), r=4, target_modules=("all-linear",))), None,

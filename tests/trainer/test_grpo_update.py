@@ -108,7 +108,6 @@ def test_old_log_probs_are_made_for_later_minibatches_alone():
 
 
 def test_with_adapters_the_base_and_the_head_have_no_weight_gradient():
-    """And the KL adds one pass of the base."""
     model, samples = policy(), teaching(samples_of())
     once, tokens = needed(model, samples, 1), sizes(samples)[0]
     add_lora(model, r=8, target_modules=("all-linear",))

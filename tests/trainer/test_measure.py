@@ -66,9 +66,7 @@ def test_a_line_of_samples_is_a_completion():
     assert lines[1]["answer"] == 2 and not {"ratios", "clipped_tokens"} & {*lines[1]} and lines[1]["clipped"] == 0
 
 
-@pytest.mark.parametrize(
-    ("groups", "most", "kept"), [(4, 64, [0, 1, 2, 3]), (3, 16, [0, 1]), (5, 1, [0]), (10, 31, [0, 3, 6])]
-)
+@pytest.mark.parametrize("groups, most, kept", [(4, 64, [0, 1, 2, 3]), (5, 1, [0]), (10, 31, [0, 3, 6])])
 def test_samples_are_whole_groups_evenly_spread(groups, most, kept):
     assert logged_groups(groups, 8, most) == kept
 
@@ -106,7 +104,6 @@ def test_means_are_weighted_by_active_tokens_and_extremes_are_not():
 
 
 def test_the_rollouts_log_probs_are_compared_on_the_first_update_alone():
-    """Later the policy has moved, and its log-probs differ for that reason."""
     meter, drawn = Meter(), torch.tensor([-1.0, -2.0])
     meter.add(output(0.0, 2, (-1.0, -2.5)), batch(rollout_logps=drawn), 0)
     meter.add(output(0.0, 2, (-9.0, -9.0)), batch(old_logps=drawn, rollout_logps=drawn), 1)

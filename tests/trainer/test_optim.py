@@ -39,9 +39,6 @@ def test_the_copy_goes_into_the_same_storage():
     assert pointers == [p.data_ptr() for p in model.parameters()]
     for parameter, master in optimizer.pairs:
         assert torch.equal(parameter, master.bfloat16()) and parameter.grad is None
-    taken = [MasterAdamW(torch.nn.Linear(2, 2), learning_rate=1.0).bytes_to_come(torch.device(kind))
-             for kind in ("cpu", "cuda")]  # fmt: skip
-    assert taken == [3 * 4 * (4 + 2), 0]  # what lies on another device takes nothing of this one
 
 
 def test_micro_batches_accumulate_in_fp32():
