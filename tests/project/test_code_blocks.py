@@ -205,11 +205,9 @@ class Runner:
             raise Parsed(read(*args, **knobs))
 
         self.patch.setattr(module, name, read_alone)
-        try:
-            with pytest.raises(Parsed):
-                assert module.main(argv) == 0, "the arguments are refused; see stderr"
-        finally:
-            self.patch.setattr(module, name, read)
+        with pytest.raises(Parsed):
+            assert module.main(argv) == 0, "the arguments are refused; see stderr"
+        self.patch.setattr(module, name, read)
 
     def json(self, block):
         """Read a block as one value, or as a value a line."""
