@@ -47,10 +47,9 @@ class Watch(lightning.Callback):
         self.note["norm"] = norm(module)
 
     def on_train_batch_end(self, trainer, module, outputs, rows, index):
-        moved = [
-            not torch.equal(a, b) for a, b in zip(self.before.parameters(), module.model.parameters(), strict=True)
-        ]
-        clipped = {"clipped": norm(module), "moved": all(moved), "rows": self.rows, "rate": self.rate}
+        pairs = zip(self.before.parameters(), module.model.parameters(), strict=True)
+        moved = not any(torch.equal(before, after) for before, after in pairs)
+        clipped = {"clipped": norm(module), "moved": moved, "rows": self.rows, "rate": self.rate}
         self.updates.append(self.note | clipped)
 
 

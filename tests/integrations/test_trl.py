@@ -114,14 +114,8 @@ def test_a_mixture_of_experts_keeps_its_auxiliary_loss(tmp_path):
         num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1,
         eos_token_id=1, pad_token_id=0, bos_token_id=None, tie_word_embeddings=False,
     )  # fmt: skip
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(Qwen3MoeForCausalLM(config))
-    both = SimpleNamespace(
-        theirs=trainer(trl.GRPOTrainer, None, tmp_path, models[0], router_aux_loss_coef=0.5),
-        ours=trainer(FusedGRPOTrainer, None, tmp_path, models[1], router_aux_loss_coef=0.5),
-    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
+    both = pair(tmp_path / "moe", tmp_path, router_aux_loss_coef=0.5)
     inputs = make_inputs(both.theirs)
     assert_same_gradients(both, inputs)
     assert both.ours._metrics["train"]["aux_loss"] and both.ours.aux_loss_enabled
@@ -159,11 +153,8 @@ def test_micro_batches_without_a_token_that_counts(path, tmp_path, name, masked)
     inputs = make_inputs(both.theirs)
     inputs["completion_mask"][masked] = 0
     inputs["num_items_in_batch"] = 2 * inputs["completion_mask"].sum()
-    (theirs, losses), (ours, own_losses) = gradients(both.theirs, inputs), gradients(both.ours, inputs)
-    assert theirs.any() == (masked != slice(None)) and ours.isfinite().all()
-    assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
-    torch.testing.assert_close(own_losses, losses, rtol=1e-5, atol=1e-6)
-    assert_same_metrics(both.theirs, both.ours)
+    theirs = assert_same_gradients(both, inputs, least=-1)
+    assert theirs.any() == (masked != slice(None))
 
 
 def test_a_trainer_that_is_there_is_patched(path, tmp_path):
@@ -197,27 +188,14 @@ def test_a_trainer_that_computes_its_loss_itself_is_refused(path, tmp_path, meth
     kind = type("Theirs", (trl.GRPOTrainer,), {method: lambda self, *args: 0})
     with pytest.raises(ValueError, match=method):
         patch(trainer(kind, path, tmp_path, loss_type="vespo"))
-    theirs = trainer(trl.GRPOTrainer, path, tmp_path)
-    theirs.args._n_gpu = 2
-    for other, name in ((theirs, "2 GPUs"), ("trainer", "str")):
-        with pytest.raises(ValueError, match=name):
-            patch(other)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"torch_compile": True}, "torch_compile"),
-        ({"loss_type": "ppo"}, "loss_type"),
-        ({"loss_type": "cispo", "epsilon_high": -0.5}, "epsilon_high"),
-        ({"loss_type": "vespo", "beta": 0.1, **SEQUENCE}, "importance_sampling_level"),
-        ({"delta": -1.0}, "delta"),
-        ({"loss_type": "vespo", "vespo_k_neg": -1.0}, "vespo_k_neg"),
-        ({"peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)}, "peft_config"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_by_name(path, tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("settings", [
+    {"torch_compile": True}, {"loss_type": "ppo"}, {"delta": -1.0},
+    {"peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)},
+], ids=lambda settings: min(settings))  # fmt: skip
+def test_what_cannot_be_served_is_refused_by_name(path, tmp_path, settings):
+    with pytest.raises(ValueError, match=min(settings)):
         trainer(FusedGRPOTrainer, path, tmp_path, **settings)
 
 
@@ -304,7 +282,7 @@ def compare_on_ranks(path, folder):
 
 
 def notice_on_ranks(path, folder):
-    """TRL's code has another loss on rank 1 alone, and the trainers of both ranks stop."""
+    """TRL's code has another loss on rank 1 only, and the trainers of both ranks stop."""
     one = trainer(FusedGRPOTrainer, path, folder)
     wrap(one)
     inputs = make_inputs(one, seed=one.accelerator.process_index)

@@ -87,13 +87,6 @@ def test_a_head_in_fp32_of_a_model_in_bf16():
     torch.testing.assert_close(ours.log_probs, theirs.log_probs, rtol=1e-5, atol=1e-5)
 
 
-def test_a_model_without_logits_is_refused():
-    model = make_model("multiplied")
-    model.config.logit_scale = 0.0
-    with pytest.raises(ValueError, match=r"multiplies its logits by 0\.0"):
-        attach(model, 1.0, False)
-
-
 def test_logits_are_never_made(tmp_path, monkeypatch):
     """Neither TRL's head nor the model's own is called: for the loss, and for old and reference log-probs."""
     made = pair(tiny.save(tmp_path / "model"), tmp_path, beta=0.1, top_entropy_quantile=0.5)
@@ -116,13 +109,13 @@ def test_logits_are_never_made(tmp_path, monkeypatch):
 def test_a_version_of_trl_without_such_a_head_is_refused(monkeypatch):
     monkeypatch.delattr("trl.trainer.utils.FusedCausalLMOutput")
     monkeypatch.delitem(sys.modules, "fastgrpo.integrations.trl")
-    with pytest.raises(ImportError, match=r"needs trl >= 1\.15, < 2, .* install it by pip install 'trl>=1\.15,<2'"):
+    with pytest.raises(ImportError, match=r"pip install 'trl>=1\.15,<2'"):
         importlib.import_module("fastgrpo.integrations.trl")
 
 
 @pytest.fixture
 def mesh():
-    """A device mesh of this process alone."""
+    """A device mesh of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()

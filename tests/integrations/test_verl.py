@@ -90,12 +90,6 @@ def test_any_shape_of_tokens_gives_flat_results():
     assert shaped[0].shape == (N,) and hidden.grad.shape == (N, 1, D)
 
 
-def test_an_unknown_reduction_is_rejected():
-    given = problem()
-    with pytest.raises(ValueError, match=r"reduction .*'batchmean'"):
-        linear_cross_entropy(given["hidden"], given["weight"], given["labels"], 1.0, "batchmean")
-
-
 def call(folder, inputs):
     """As one of two ranks, call verl's function with its rows of the head, and write down the results."""
     dist.init_process_group("gloo")

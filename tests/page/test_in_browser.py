@@ -1,5 +1,7 @@
 """The page in Debian's Chromium: what a reader clicks, types and sees, and that no text of a run does anything."""
 
+import itertools
+
 import pytest
 from chromium import chromium  # noqa: F401, a fixture
 from page_runs import NASTY, TOKENS, sample, write_run
@@ -46,12 +48,8 @@ def report(tmp_path_factory):
     """A page of two runs: one with tokens and texts that try to do something, an older one without."""
     folder = tmp_path_factory.mktemp("report")
     turns = [{"role": "system", "content": "Add <b>"}, {"role": "tool", "content": "\x1b[2J4"}]
-    rows = [
-        row(step, group, f"answer {i} of {step}.{group}", i)
-        for step in (1, 5, 40)
-        for group in (0, 1)
-        for i in (0, 2, 1)
-    ]
+    places = itertools.product((1, 5, 40), (0, 1), (0, 2, 1))
+    rows = [row(step, group, f"answer {i} of {step}.{group}", i) for step, group, i in places]
     rows += [row(41, 0, text, i, prompt=turns, mine="<u>extra</u>") for i, text in enumerate(NASTY[:-1])]
     rows += [row(41, 0, NASTY[-1], 4, **TOKENS)]
     new = write_run(folder / "<new> run", samples=rows, config={"seed": 42, "beta": 0.01})
@@ -135,9 +133,8 @@ def test_tab_reaches_every_control_and_shows_where_it_is(page):
         if len(reached) == wanted:
             break
         page.driver.switch_to.active_element.send_keys(Keys.TAB)
-        tab, outline = page.run(
-            "const e = document.activeElement; return [e.dataset.tab, getComputedStyle(e).outlineStyle]"
-        )
+        focus = "const e = document.activeElement; return [e.dataset.tab, getComputedStyle(e).outlineStyle]"
+        tab, outline = page.run(focus)
         if tab is not None:
             reached.add(int(tab))
             assert outline != "none", page.run("return document.activeElement.outerHTML")
@@ -154,8 +151,6 @@ def test_names_labels_and_headings(page):
     levels = [int(tag[1]) for tag in page.all("h1, h2, h3, h4, h5, h6", "tagName")]
     assert all(after - before <= 1 for before, after in zip([0, *levels], levels, strict=False) if before), levels
     assert levels.count(1) <= 1 and len(levels) > 7
-    ids = page.all("[id]", "id")
-    assert len(ids) == len(set(ids)) > 10
 
 
 def test_completions_are_sorted(page):
@@ -165,10 +160,8 @@ def test_completions_are_sorted(page):
     assert order() == [0, 2, 1]
     names = page.all("#samples-sort option")
     assert names == ["as drawn", "reward", "advantage", "length", "reward right", "reward <b>short</b>"]
-    for value, expected in (
-        ("reward:right", [2, 1, 0]), ("reward:<b>short</b>", [0, 1, 2]), ("advantage", [2, 1, 0]),
-        ("tokens", [0, 1, 2]), ("reward", [0, 2, 1]), ("order", [0, 2, 1]),
-    ):  # fmt: skip
+    orders = {"reward:right": [2, 1, 0], "reward:<b>short</b>": [0, 1, 2], "tokens": [0, 1, 2], "order": [0, 2, 1]}
+    for value, expected in orders.items():
         page.choose("#samples-sort", value)
         assert order() == expected, value
     page.choose("#samples-sort", "advantage")
@@ -246,9 +239,8 @@ def test_every_text_can_be_read(page, dark):
         page.run("document.querySelector('.completion:nth-child(5)').scrollIntoView()")
         contrasts = page.run(CONTRASTS)
         assert len(contrasts) > 60 and contrasts[0][0] >= 4.5, contrasts[:5]
-    assert page.run("return getComputedStyle(document.body).backgroundColor") == (
-        "rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)"
-    )
+    background = page.run("return getComputedStyle(document.body).backgroundColor")
+    assert (background != "rgb(255, 255, 255)") == dark
 
 
 @pytest.mark.parametrize("width", [375, 1920])
@@ -256,13 +248,9 @@ def test_no_width_needs_a_horizontal_scroll(page, width):
     page.look(width=width)
     for step in (1, 41):
         go(page, step, by="logps", find="a")
-        page.until(
-            f"return document.documentElement.scrollWidth <= {width}"
-        )  # diagrams follow the window a little later
-    columns = page.run(
-        "return getComputedStyle(document.querySelector('.completions')).gridTemplateColumns.split(' ').length"
-    )
-    assert columns == 1 if width == 375 else columns > 3
+        page.until(f"return document.documentElement.scrollWidth <= {width}")  # diagrams follow the window later
+    columns = page.run("return getComputedStyle(document.querySelector('.completions')).gridTemplateColumns").split()
+    assert len(columns) == 1 if width == 375 else len(columns) > 3
 
 
 def test_the_settings_that_differ_are_found(page):

@@ -79,23 +79,16 @@ def test_conversations(tmp_path):
     assert several["text"] == "[assistant]\nso 4\n\n[tool]\n[1]" and several["token_ends"] is None
 
 
-@pytest.mark.parametrize(
-    ("given", "kept"),
-    [
-        ({"rewards": {"a": None, "b": "x", "c": 1e999}}, {"rewards": {"a": None, "b": None, "c": None}}),
-        ({"rewards": [1]}, {"rewards": {}}),
-        ({"advantage": 10**400}, {"advantage": None}),
-        ({"completion": None, "finish_reason": None}, {"text": "", "finish_reason": ""}),
-        ({"completion": 4}, {"text": "4"}),
-        ({"completion": "a\ud800b\x00\x1b\u202e"}, {"text": "a\ufffdb\x00\x1b\u202e"}),
-        ({"mine": {"deep": [1]}, "big": -1e999}, {"extras": {"mine": '{"deep": [1]}', "big": None}}),
-        (TOKENS | {"token_ends": [2, 1, 3]}, dict.fromkeys(TOKENS)),
-        (TOKENS | {"token_ends": "x"}, dict.fromkeys(TOKENS)),
-        (TOKENS | {"logps": [-1.0]}, {"logps": None, "ratios": [1, 1.25, 0.9999]}),
-        (TOKENS | {"logps": [-1.0, None, -2.0], "ratios": None}, {"logps": None, "clipped_tokens": None}),
-        (TOKENS | {"clipped_tokens": ["x"]}, {"clipped_tokens": []}),
-    ],
-)
+@pytest.mark.parametrize(("given", "kept"), [
+    ({"rewards": {"a": None, "b": "x", "c": 1e999}}, {"rewards": {"a": None, "b": None, "c": None}}),
+    ({"advantage": 10**400, "rewards": [1]}, {"advantage": None, "rewards": {}}),
+    ({"completion": None, "finish_reason": None}, {"text": "", "finish_reason": ""}),
+    ({"completion": "a\ud800b\x00\x1b\u202e"}, {"text": "a\ufffdb\x00\x1b\u202e"}),
+    ({"mine": {"deep": [1]}, "big": -1e999}, {"extras": {"mine": '{"deep": [1]}', "big": None}}),
+    (TOKENS | {"token_ends": [2, 1, 3]}, dict.fromkeys(TOKENS)),
+    (TOKENS | {"logps": [-1.0]}, {"logps": None, "ratios": [1, 1.25, 0.9999]}),
+    (TOKENS | {"clipped_tokens": ["x"]}, {"clipped_tokens": []}),
+])  # fmt: skip
 def test_values_that_are_not_what_they_should_be(tmp_path, given, kept):
     samples = samples_of(written(tmp_path, row(**given)))
     [completion] = samples["steps"][0]["groups"][0]["completions"]
@@ -108,10 +101,8 @@ def test_what_is_wrong_with_the_file_is_told(tmp_path):
     (tmp_path / "samples.jsonl").write_text(lines + '{"step": 2, "group": 0, "x: }\n???\n{"step": 3')
     samples = samples_of(tmp_path)
     assert [step["step"] for step in samples["steps"]] == [1, 2]
-    assert samples["note"] == (
-        f"{ALL} 2 damaged lines are left out. The last line is not whole yet and is left out. "
-        "A resume went back by 2 written step(s); what was written last counts."
-    )
+    for part in (ALL, "2 damaged lines", "The last line is not whole yet", "A resume went back by 2 written step(s)"):
+        assert part in samples["note"]
 
 
 def many(text="a <b> & c " * 20):
@@ -144,8 +135,7 @@ def test_steps_go_first_and_evenly_then_groups_then_numbers_then_texts(tmp_path)
 
 def test_the_note_names_everything_that_is_missing(tmp_path):
     samples = samples_of(written(tmp_path, *many(text="x" * 3000)), 20_000)
-    for part in ("20,000 bytes", "12 of the 40 steps", "1 of the up to 8 groups", "no numbers of single tokens",
-                 "first 500 characters"):  # fmt: skip
+    for part in ("20,000 bytes", "12 of the 40 steps", "1 of the up to 8 groups", "first 500 characters"):
         assert part in samples["note"]
     text = samples["steps"][0]["groups"][0]["completions"][0]["text"]
     assert text == "x" * 500 + " […2,504 more characters are not in this page]"
@@ -191,25 +181,15 @@ def test_groups_are_found_where_they_lie():
     assert texts(opened(b"\n", b'{"completion": "}", "group": 0 , "step": 7}\n', b" \n"), 7) == [["}"]]
 
 
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        b"\0" * 50, b"[1]", b"{}", b'{"step": 1}', b'{"step": 1, "group": -1}', b'{"step": true, "group": 0}',
-        b'{"step": 1, "group": 0, "completion": "x', b'{"a":' * 9999 + b"}",
-        b'{"step": ' + b"1" * 5000 + b', "group": 0}',
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("damaged", [
+    b"\0" * 50, b"[1]", b'{"step": 1}', b'{"step": true, "group": 0}', b'{"step": 1, "group": 0, "completion": "x',
+    b'{"a":' * 9999 + b"}", b'{"step": ' + b"1" * 5000 + b', "group": 0}',
+])  # fmt: skip
 def test_damaged_lines_are_counted(damaged):
     file = opened(line(1, 0, "a"), damaged + b"\n", line(1, 0, "b"))
     # The place of a group begins with its first line and goes on over lines that are none.
     assert file.damaged == 1 and file.steps[1][0].count == 2 and texts(file, 1)[0][0] == "a"
     assert opened(line(1, 0, "a"), damaged + b"\n").damaged == 1
-
-
-@pytest.mark.parametrize("half", [b'{"st', b'{"step": 2, "group": 0, "completion": "so f', b"\xe2\x82"])
-def test_half_a_last_line_is_a_run_that_writes(half):
-    file = opened(line(1, 0), half)
-    assert (file.half, file.damaged, list(file.steps)) == (True, 0, [1])
 
 
 def test_steps_after_a_resume_replace_what_was_written_from_there_on():
@@ -230,13 +210,11 @@ def test_what_a_resume_cuts_off_meanwhile_is_not_read(tmp_path):
         assert texts(file, 1) == [["a"]] and texts(file, 2) == [[]]
 
 
-@pytest.mark.parametrize(
-    "value, read",
-    [(b"NaN", None), ('"\ud800"'.encode("utf-8", "surrogatepass"), "\ud800"), (b'"\xff"', "\ufffd")],
-)
-def test_numbers_and_letters_that_json_or_utf8_does_not_know(value, read):
-    file = opened(b'{"step": 1, "group": 0, "x": ' + value + b"}\n")
-    assert next(file.read(1, file.steps[1][0]))["x"] == read
+def test_numbers_and_letters_that_json_or_utf8_does_not_know():
+    surrogate = '"\ud800"'.encode("utf-8", "surrogatepass")
+    for value, read in ((b"NaN", None), (surrogate, "\ud800"), (b'"\xff"', "\ufffd")):
+        file = opened(b'{"step": 1, "group": 0, "x": ' + value + b"}\n")
+        assert next(file.read(1, file.steps[1][0]))["x"] == read
 
 
 # The histogram counts every kept completion once, in the bin of its total reward.
@@ -263,9 +241,7 @@ def test_rewards_are_weighted_like_those_of_the_run_and_a_resumed_step_counts_on
     assert found["step"] == [1, 2, 3] and found["counts"] == [[1, 0], [0, 1], [0, 1]]
 
 
-@pytest.mark.parametrize(
-    "values", [(1e308, -1e308), (5e-10, 1e300), (10**400, 1.0), (float("nan"), 1.0), ("x", 1.0), (1e308, 1e308)]
-)
+@pytest.mark.parametrize("values", [(1e308, -1e308), (5e-10, 1e300), (10**400, 1.0), (float("nan"), 1.0), ("x", 1.0)])
 @pytest.mark.parametrize("weights", [(), ["x"], 5, [2.0]])
 def test_odd_numbers_stop_nothing(tmp_path, values, weights):
     found = histogram(written(tmp_path, *(sample(1, 0.0, rewards={"right": value}) for value in values)), weights)

@@ -23,8 +23,8 @@ def length_reward(completions, **_):
     return [float(len(text) % 3) for text in completions]
 
 
-def trainer(kind, path, folder, model=None, peft_config=None, use_vllm=False, **settings):
-    """A trainer of `kind` on the model in `path`, or on `model`; vLLM is only said to be used."""
+def trainer(kind, path, folder, peft_config=None, use_vllm=False, **settings):
+    """A trainer of `kind` on the model in `path`; vLLM is only said to be used."""
     defaults = {"gradient_accumulation_steps": WINDOWS, "steps_per_generation": PARTS, "bf16": False}
     settings = defaults | {"gradient_checkpointing": False} | settings
     config = GRPOConfig(
@@ -34,10 +34,8 @@ def trainer(kind, path, folder, model=None, peft_config=None, use_vllm=False, **
     rows = Dataset.from_list([{"prompt": text} for text in ("ab", "c", "hello ", "1+1=", "x", "to", "be", "or")])
     with warnings.catch_warnings(), mock.patch.dict(os.environ, CI="1"):  # in CI, TRL sends no telemetry
         warnings.simplefilter("ignore")
-        made = kind(
-            model or str(path), length_reward, config, rows, processing_class=tiny.tokenizer(),
-            peft_config=peft_config,
-        )  # fmt: skip
+        more = {"processing_class": tiny.tokenizer(), "peft_config": peft_config}
+        made = kind(str(path), length_reward, config, rows, **more)
     made.current_gradient_accumulation_steps, made.use_vllm = config.gradient_accumulation_steps, use_vllm
     made.model.train()
     return made
@@ -45,10 +43,8 @@ def trainer(kind, path, folder, model=None, peft_config=None, use_vllm=False, **
 
 def pair(path, folder, **settings):
     """TRL's trainer and ours, with equal weights."""
-    return SimpleNamespace(
-        **{name: trainer(kind, path, folder / name, **settings)
-           for name, kind in (("theirs", GRPOTrainer), ("ours", FusedGRPOTrainer))}
-    )  # fmt: skip
+    kinds = {"theirs": GRPOTrainer, "ours": FusedGRPOTrainer}
+    return SimpleNamespace(**{name: trainer(kinds[name], path, folder / name, **settings) for name in kinds})
 
 
 def make_inputs(trls, *, old=True, tools=False, seed=0):
@@ -138,18 +134,18 @@ def assert_same_metrics(theirs, ours, mode="train"):
         )
 
 
-def assert_same_gradients(both, inputs, own=None):
-    """Gradients of one update, its losses and its metrics; `own` are the inputs of ours, where they differ."""
-    (theirs, losses), (ours, own_losses) = gradients(both.theirs, inputs), gradients(both.ours, own or inputs)
-    assert theirs.norm() > 1e-3
-    assert ((ours - theirs).norm() / theirs.norm()).item() <= 1e-5
+def assert_same_gradients(both, inputs, least=1e-3):
+    """Compare gradients of one update, its losses and its metrics. Returns TRL's gradients, of this norm at least."""
+    (theirs, losses), (ours, own_losses) = gradients(both.theirs, inputs), gradients(both.ours, inputs)
+    assert theirs.norm() > least and (ours - theirs).norm() <= 1e-5 * theirs.norm()
     torch.testing.assert_close(own_losses, losses, rtol=1e-5, atol=1e-6)
     assert_same_metrics(both.theirs, both.ours)
+    return theirs
 
 
-def assert_same_training(both, inputs, own=None):
+def assert_same_training(both, inputs):
     """Five steps of SGD from here lead to the same weights."""
     before = weights(both.theirs)
-    theirs, ours = descend(both.theirs, inputs), descend(both.ours, own or inputs)
+    theirs, ours = descend(both.theirs, inputs), descend(both.ours, inputs)
     assert (theirs - before).abs().max() >= 1e-3
     assert (ours - theirs).abs().max() <= 1e-5

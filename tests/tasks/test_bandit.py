@@ -1,12 +1,13 @@
 """The contextual bandit: preferences, reward model, rewards, and (slow) its bars."""
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 
 import pytest
 import torch
 
 from fastgrpo.evaluate import main as evaluate
+from fastgrpo.rewards.values import Logs
 from fastgrpo.run.metrics import METRICS
 from fastgrpo.tasks import bandit
 from fastgrpo.train import main
@@ -48,11 +49,8 @@ def test_the_reward_model_is_decided_by_its_seed_and_leaves_the_generators_alone
 
 
 def test_rewards():
-    logged = defaultdict(list)
-
-    def log_metric(name, value):
-        logged[name].append(value)
-
+    logs = Logs(4)
+    logged, log_metric = logs.metrics, logs.log_metric
     prompts, texts = list("AAAB"), ["0", "1", "", "6"]
     assert bandit.preferred(prompts, texts, log_metric) == [1.0, 0.0, 0.0, 1.0]
     true = [bandit.TRUE[0, 0].item(), bandit.TRUE[0, 1].item(), 0.0, bandit.TRUE[1, 6].item()]
@@ -102,9 +100,8 @@ def test_what_the_page_of_the_bandit_tells(tmp_path):
         rows = ran(tmp_path / str(seed), "--seed", str(seed))
         true = [row["eval/sampled/true_reward"] for row in rows if "eval/sampled/true_reward" in row]
         gains.append(true[-1] - true[0])
-        rows = ran(
-            tmp_path / f"verified-{seed}", "--seed", str(seed), "--reward_funcs", "preferred", "--num_generations", "16"
-        )
+        verified = ["--reward_funcs", "preferred", "--num_generations", "16"]
+        rows = ran(tmp_path / f"verified-{seed}", "--seed", str(seed), *verified)
         rewards = [row["reward"] for row in rows if "reward" in row]
         assert len(rewards) == 500 and sum(rewards[-30:]) / 30 >= 0.95
     assert sum(gains) / 3 >= 0.03, gains

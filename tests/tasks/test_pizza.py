@@ -47,8 +47,8 @@ def test_a_checkpoint_that_is_loaded_again_has_the_share_of_the_run(tmp_path, mo
     """To the last draw, where --seed is that of the run. So the column of step 100 on the page is of the checkpoint."""
     monkeypatch.setitem(pizza.WARM_START, "steps", 60)
     draws = ["--eval_num_generations", "100", "--seed", "5", "--device", "cpu"]
-    few = "--max_steps 2 --save_steps 1 --eval_steps 1 --learning_rate 5e-4 --num_generations 64".split()  # noqa: SIM905
-    assert main(["--task", "pizza", "--output_dir", str(tmp_path), *draws, *few]) == 0
+    few = "--max_steps 2 --save_steps 1 --eval_steps 1 --learning_rate 5e-4 --num_generations 64"
+    assert main(["--task", "pizza", "--output_dir", str(tmp_path), *draws, *few.split()]) == 0
     again = [reloaded(tmp_path, step, *draws) for step in (1, 2)]
     found = shares(tmp_path)
     assert found[1:] == pytest.approx(again, abs=1e-9) and len(set(found)) > 1 and min(found) > 0

@@ -85,11 +85,9 @@ def test_grpo_learns_the_task(tmp_path, task, before, after):
 
 @pytest.mark.parametrize("task", ["arithmetic", "bandit", "code", "countdown", "pizza", "sums"])
 def test_a_task_that_makes_its_own_data_refuses_other_data(task):
-    names = ["dataset_name"] if task == "sums" else ["dataset_name", "system_prompt"]  # sums have a system prompt
-    for name in names:
-        with pytest.raises(ValueError, match=f"task={task} makes its own data; use {name}"):
-            find_task(task).build(TrainConfig(task=task, **{name: "x"}), tiny.tokenizer())
-    with pytest.raises(ValueError, match=f"task must be one of .*{task}.*, got 'answers'"):
+    with pytest.raises(ValueError, match="dataset_name"):
+        find_task(task).build(TrainConfig(task=task, dataset_name="x"), tiny.tokenizer())
+    with pytest.raises(ValueError, match=f"task must be one of .*{task}"):
         find_task("answers")
 
 
@@ -124,16 +122,13 @@ def test_the_warm_start_ends_when_enough_answers_are_right(monkeypatch):
     """From CHECK_FROM on, every CHECK_STEPS steps, greedy answers are compared with ENOUGH."""
     model, tokenizer = arithmetic.make_model(0)
     policy, asked = prepare(model, False, False), []
-    for name, value in {"CHECK_PROMPTS": 2, "CHECK_FROM": 4, "CHECK_STEPS": 2}.items():
+    for name, value in {"CHECK_PROMPTS": 2, "CHECK_FROM": 4, "CHECK_STEPS": 2, "ENOUGH": 0.5}.items():
         monkeypatch.setattr(arithmetic, name, value)
     assert not arithmetic.enough(policy, tokenizer)(4)  # random weights know no answer
     monkeypatch.setattr(arithmetic, "correctness", lambda prompts, texts, answers: asked.append(answers) or [1.0, 0.0])
-    monkeypatch.setattr(arithmetic, "ENOUGH", 0.5)
     look = arithmetic.enough(policy, tokenizer)
     assert [look(step) for step in range(1, 8)] == [False, False, False, True, False, True, False]
     assert len(asked) == 2 and len(asked[0]) == 2
-    monkeypatch.setattr(arithmetic, "ENOUGH", 0.51)
-    assert not look(4)
 
 
 @pytest.mark.parametrize("system_prompt", [None, "Be brief."])
@@ -158,11 +153,9 @@ def test_gsm8k_prompts_follow_the_tokenizer(system_prompt):
 def test_gsm8k_rows_need_their_columns():
     with pytest.raises(ValueError, match="question and answer"):
         gsm8k.to_row({"text": "?"}, "", False)
-    good = {"question": "1+1?", "answer": "#### 2"}
-    for column in good:
-        for value in (None, "", " \n", ["a"], 42):
-            with pytest.raises(ValueError, match=f"the {column} must be"):
-                gsm8k.to_row({**good, column: value}, "", True)
+    for column, value in (("question", None), ("question", " \n"), ("answer", 42)):
+        with pytest.raises(ValueError, match=f"the {column} must be"):
+            gsm8k.to_row({"question": "1+1?", "answer": "#### 2", column: value}, "", True)
 
 
 def test_sums_are_right_and_no_held_out_pair_is_trained_on():
@@ -182,15 +175,10 @@ def test_sums_are_right_and_no_held_out_pair_is_trained_on():
         assert 2 <= b <= a <= gsm8k.LARGEST_TERM and b <= gsm8k.LARGEST_SECOND
         texts = [f"<answer>{value}</answer>", f"<answer>{value + 1}</answer>"]
         assert gsm8k.correctness([], texts, [row["answer"]] * 2) == [1.0, 0.0]
-    for tokenizer in (tiny.tokenizer(chat=True), tiny.tokenizer()):
-        task = sums.build(TrainConfig(task="sums"), tokenizer)
-        row = task.test()[0]
-        assert row == gsm8k.to_row(row, None, tokenizer.chat_template is not None)
-        assert len(task.train()) == len(trained) and len(task.test()) == gsm8k.HELD_OUT_SUMS
-    config = TrainConfig(task="gsm8k", dataset_name=str(SAMPLE))
-    assert task.reward_funcs == [*gsm8k.build(config, tokenizer).reward_funcs, digits_reward]
-    brief = sums.build(TrainConfig(task="sums", system_prompt="Be brief."), tokenizer).test()[0]
-    assert brief["prompt"].startswith("Be brief.\n\nProblem: What is ")
+    task = sums.build(TrainConfig(task="sums", system_prompt="Be brief."), tiny.tokenizer())
+    assert task.test()[0]["prompt"].startswith("Be brief.\n\nProblem: What is ")
+    assert len(task.train()) == len(trained) and len(task.test()) == gsm8k.HELD_OUT_SUMS
+    assert digits_reward in task.reward_funcs and gsm8k.correctness in task.reward_funcs
 
 
 def test_rows_keep_their_lines_in_a_task(tmp_path):
@@ -207,14 +195,12 @@ def test_rows_keep_their_lines_in_a_task(tmp_path):
     assert rows.where(len(rows) - 1) == f"{path}:4"
 
 
-@pytest.mark.parametrize("prompt", [None, 7, [], "hi", [{"role": "user", "content": "hi"}]])
-def test_a_system_prompt_goes_before_a_prompt_and_before_messages(prompt):
-    """And leaves what is no prompt as it is."""
-    system = {"role": "system", "content": "S"}
-    told = f"S\n\n{prompt}" if isinstance(prompt, str) else [system, *prompt] if prompt and prompt != 7 else prompt
-    row, messages = {"prompt": prompt, "x": 1}, [{"role": "user", "content": "hi"}]
-    assert dataset._with_system(row, "S") == {"prompt": told, "x": 1}
-    assert dataset._with_system(row | {"messages": messages}, "S")["messages"] == [system, *messages]
+def test_a_system_prompt_goes_before_a_prompt_and_before_messages():
+    """A value that is not a prompt stays as it is."""
+    system, messages = {"role": "system", "content": "S"}, [{"role": "user", "content": "hi"}]
+    for prompt, told in ((None, None), (7, 7), ([], []), ("hi", "S\n\nhi"), (messages, [system, *messages])):
+        row = dataset._with_system({"prompt": prompt, "messages": messages, "x": 1}, "S")
+        assert row == {"prompt": told, "messages": [system, *messages], "x": 1}
 
 
 def test_a_task_reads_the_data_it_is_asked_for(tmp_path):
