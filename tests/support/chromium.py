@@ -30,8 +30,6 @@ def find(*names):
 
 
 class Browser:
-    """A browser, with what the tests of pages ask of it."""
-
     def __init__(self, profile):
         options = Options()
         options.binary_location = find(*BROWSERS)
@@ -68,11 +66,9 @@ class Browser:
         return [line["message"] for line in self.driver.get_log("browser") if line["level"] in ("SEVERE", "WARNING")]
 
     def run(self, code, *arguments):
-        """Run JavaScript, and return what it returns."""
         return self.driver.execute_script(code, *arguments)
 
     def text(self, selector):
-        """The text of an element."""
         return self.run("return document.querySelector(arguments[0]).textContent", selector)
 
     def all(self, selector, what="textContent"):
@@ -87,11 +83,9 @@ class Browser:
         waiting.until(lambda driver: driver.find_element("css selector", selector).click() is None)
 
     def type(self, selector, *keys):
-        """Type into an element."""
         self.driver.find_element("css selector", selector).send_keys(*keys)
 
     def choose(self, selector, value):
-        """Choose an option of a select."""
         self.click(f'{selector} option[value="{value}"]')
 
     def until(self, code, seconds=30):

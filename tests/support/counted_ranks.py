@@ -11,6 +11,7 @@ import json
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
+from unittest import mock
 
 import torch
 from ranks import LIMIT, fork
@@ -64,7 +65,7 @@ class Counted(TorchDispatchMode):
             finally:
                 self.places.pop()
 
-        setattr(owner, method, called)
+        return mock.patch.object(owner, method, called)
 
 
 def spread(completions, **_):  # within every group, so that all of them are learned from
@@ -72,7 +73,7 @@ def spread(completions, **_):  # within every group, so that all of them are lea
 
 
 def held(trainer):
-    """Bytes that all ranks together hold: what the plan calls policy and optimizer."""
+    """Bytes of policy and optimizer on all ranks together."""
     states = [value for state in trainer.optimizer.adamw.state.values() for value in state.values() if value.ndim]
     states += [master for _, master in trainer.optimizer.pairs]
     mine = {"policy": trainer.policy.module.parameters(), "optimizer": states}
@@ -86,20 +87,16 @@ def _is_group(value):
 
 
 def main(out, model, cases):
-    counts, places = {}, ((RolloutEngine, "step", "decode"), (Learner, "step", "update"))
-    methods = {place: getattr(owner, method) for owner, method, place in places}
+    counts = {}
     for name, settings in cases.items():
         counted = Counted()
-        for owner, method, place in places:
-            setattr(owner, method, methods[place])
-            counted.at(owner, method, place)
         config = GRPOConfig(output_dir=str(out.parent / name), **SETTINGS, **settings)
         trainer = GRPOTrainer(model, spread, config, PROMPTS)
         counted.host_group = trainer.ranks.group.group_name
         trained = [p.numel() for p in trainer.policy.module.parameters() if p.requires_grad]
         units = [sum(p.numel() for p in layer.parameters()) for layer in trainer.policy.module.base_model.layers]
         units.append(sum(p.numel() for p in trainer.policy.module.parameters()) - sum(units))
-        with counted:
+        with counted, counted.at(RolloutEngine, "step", "decode"), counted.at(Learner, "step", "update"):
             trainer.step()
         trainer.log.terminal.close_bar()
         told = {"sent": counted.sent, "host": counted.host, "called": counted.called, "held": held(trainer)}

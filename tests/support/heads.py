@@ -1,7 +1,5 @@
 """Heads to try the Triton kernels on, their truth, and the tolerance of fastgrpo/kernel_checks/cases.py.
 
-`run_logprob` and `run_grpo` import the kernels when they are called, since Triton may be absent.
-
 Shapes: N tokens, V vocabulary, D hidden, S sequences.
 """
 
@@ -35,8 +33,7 @@ class Head:
     grad_logps: torch.Tensor | None = None  # [N]
     grad_entropy: torch.Tensor | None = None  # [N]
 
-    def rows(self, objective, **fields) -> PolicyRows:
-        """Return what the loss reads of the tokens."""
+    def rows(self, objective, **fields):
         coupled = objective.couples_tokens(fields.get("sampler_logps") is not None)
         return PolicyRows(
             index=None, targets=self.targets, temperature=self.temperature, advantages=self.advantages,
@@ -44,17 +41,14 @@ class Head:
             lengths=self.lengths if coupled else None, **fields,
         )  # fmt: skip
 
-    def leaves(self) -> dict[str, torch.Tensor]:
-        """Return fresh leaves of hidden, weight and bias that require grad, by name."""
+    def leaves(self):
+        """Fresh leaves of hidden, weight and bias that require grad, by name."""
         tensors = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
         return {k: v.detach().clone().requires_grad_() for k, v in tensors.items() if v is not None}
 
 
-def random_head(
-    n: int, d: int, v: int, dtype: torch.dtype = torch.float32, *, bias: bool = False,
-    temperature: float | str = 1.0, softcap: float | None = None, scale: float = 1.0, seed: int = 0,
-    device: str | torch.device = "cpu",
-) -> Head:  # fmt: skip
+def random_head(n, d, v, dtype=torch.float32, *, bias=False, temperature=1.0, softcap=None, scale=1.0, seed=0,
+                device="cpu"):  # fmt: skip
     """Draw a head whose targets are likely ones for half of the tokens."""
     g = torch.Generator(device).manual_seed(seed)
 
@@ -79,10 +73,7 @@ def random_head(
     return replace(head, old_logps=logps + 0.3 * randn(n), ref_logps=logps + 0.3 * randn(n))
 
 
-def truth_of(
-    leaves: dict[str, torch.Tensor], targets: torch.Tensor, scalar, *,
-    temperature: float | torch.Tensor = 1.0, softcap: float | None = None,
-) -> dict[str, torch.Tensor]:  # fmt: skip
+def truth_of(leaves, targets, scalar, *, temperature=1.0, softcap=None):
     """Compute log-probs and entropy by the reference, the loss that `scalar` makes of them, and its gradients."""
     logps, entropy = reference.linear_logprob(
         leaves["hidden"], leaves["weight"], targets, bias=leaves.get("bias"), logit_softcap=softcap,
@@ -93,21 +84,18 @@ def truth_of(
     return {**found, **gradients(loss, leaves)}
 
 
-def policy_loss(logps: torch.Tensor, rows: PolicyRows, objective) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def policy_loss(logps, rows, objective):
     """Compute reference.policy_loss of kept tokens, in the dtype of the log-probs."""
-    old, ref, advantages, weights, sampler = (
-        None if x is None else x.to(logps.dtype)
-        for x in (rows.old_logps, rows.ref_logps, rows.advantages, rows.weights, rows.sampler_logps)
-    )
+    given = rows.old_logps, rows.ref_logps, rows.advantages, rows.weights, rows.sampler_logps
+    old, ref, advantages, weights, sampler = (None if x is None else x.to(logps.dtype) for x in given)
     return reference.policy_loss(logps, old, ref, advantages, weights, objective, rows.lengths, sampler)
 
 
-def scalar_of(rows: PolicyRows, objective):
-    """Return the loss of an objective, with its entropy bonus, as a function of log-probs and entropy."""
+def scalar_of(rows, objective):
+    """The loss of an objective, with its entropy bonus, as a function of log-probs and entropy."""
 
-    def scalar(logps: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-        loss, _ = policy_loss(logps, rows, objective)
-        bonus = rows.entropy_weights
+    def scalar(logps, entropy):
+        loss, bonus = policy_loss(logps, rows, objective)[0], rows.entropy_weights
         return loss if bonus is None else loss - (bonus.to(logps.dtype) * entropy).sum()  # - sum_n e_n H_n
 
     return scalar
@@ -120,10 +108,8 @@ def policy_scalar(head, objective, **fields):
 
 def _loss_of(head, scalar):
     def loss_of(logits):
-        logps, entropy = reference.logits_logprob(
-            logits, head.targets, temperature=head.temperature, return_entropy=True
-        )
-        return {"loss": scalar(logps, entropy), "logps": logps, "entropy": entropy}
+        found = reference.logits_logprob(logits, head.targets, temperature=head.temperature, return_entropy=True)
+        return {"loss": scalar(*found), "logps": found[0], "entropy": found[1]}
 
     return loss_of
 

@@ -36,20 +36,12 @@ def judge(sandbox, program, *tests):
 
 
 def fenced(program):
-    """A completion with a program."""
     return f"Here it is.\n```python\n{program}\n```"
 
 
 def ours():
-    """The processes of jails of this process."""
-    found = set()
-    for process in psutil.process_iter():
-        try:
-            if str(MEMORY) in process.cmdline():
-                found.add(process.pid)
-        except psutil.Error:  # it has ended, or is a zombie of someone else
-            continue
-    return found
+    processes = psutil.process_iter(["cmdline"])
+    return {process.pid for process in processes if str(MEMORY) in (process.info["cmdline"] or ())}
 
 
 def machine():

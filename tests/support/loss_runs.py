@@ -45,7 +45,6 @@ def run(function, tensors, kwargs, backend, factor=1.0):
 
 
 def same(ours, theirs):
-    """Assert that two results of `run` agree in every output and gradient."""
     (a, a_grads), (b, b_grads) = ours, theirs
     torch.testing.assert_close(a.loss, b.loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(a.logps, b.logps, rtol=1e-5, atol=5e-6)

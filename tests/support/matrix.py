@@ -158,7 +158,6 @@ def whole(tensor):
 
 
 def main(path, size):
-    """Compute all trajectories as one rank."""
     ranks = join("cpu", 50)
     results = {case: trajectory(case, ranks) for case in cases(size, ranks.size)}
     if ranks.lead:

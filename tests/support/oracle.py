@@ -41,7 +41,6 @@ class Case:
         return {name: x.detach().clone().requires_grad_() for name, x in tensors.items() if x is not None}
 
     def rest(self):
-        """All other arguments of linear_grpo_loss."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in HEAD}
 
     def per_token(self):

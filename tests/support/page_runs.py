@@ -40,7 +40,6 @@ def write_run(folder, steps=4, *, config=None, summary=None, warnings=(), sample
 
 
 def sample(step, reward, group=0, completion="4", **more):
-    """A line of samples.jsonl."""
     return {
         "step": step, "group": group, "prompt": "2+2=", "completion": completion, "rewards": {"correctness": reward},
         "advantage": 0.5, "finish_reason": "stop", "tokens": 2, "clipped": 0.0,

@@ -13,7 +13,6 @@ MEETING = []
 
 
 def length(prompts, completions, completion_ids, answer, trainer_state, log_metric, log_extra, **_):
-    """Reads and logs all that a function gets."""
     log_metric("calls", len(completions))
     letters = [len(text) for text in completions]
     log_extra("letters", letters)
@@ -65,6 +64,18 @@ def deadly(completions, **_):
     return [1.0]
 
 
+def faulty(completions, **_):
+    """Fails in 5% of the calls, hangs in 5%, and kills its process in 1%."""
+    fault = random.random()
+    if fault < 0.05:
+        raise ConnectionError("the judge does not answer")
+    if fault < 0.10:
+        time.sleep(100_000)
+    if fault < 0.11:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [float(len(text)) for text in completions]
+
+
 async def blocks(completions, **_):
     """Keeps the event loop from running for ever, or kills the process."""
     await asyncio.sleep(0)
@@ -80,11 +91,9 @@ async def meeting(completions, **_):
     """Waits until three calls run at the same time, or for ever."""
     if completions[0].startswith("hang"):
         await asyncio.Event().wait()
-    MEETING.append(asyncio.Event())
-    if len(MEETING) == 3:
-        for event in MEETING:
-            event.set()
-    await MEETING[-1].wait()
+    MEETING.append(None)
+    while len(MEETING) < 3:
+        await asyncio.sleep(0.01)
     return [2.0]
 
 
@@ -109,7 +118,7 @@ noise_of_a_group.group_wise = True
 
 
 def checked(completions, **_):
-    """Parses by math-verify, whose limit of time is an alarm: Python has alarms in the main thread alone."""
+    """Parses by math-verify, whose limit of time is an alarm: Python has alarms in the main thread only."""
     from math_verify import parse, verify
 
     return [float(verify(parse("$\\frac{1}{2}$"), parse(text))) for text in completions]
@@ -128,12 +137,9 @@ def value(text):
 
 
 def hangs_on_9(completions, **_):
-    if any(value(text) == 9 for text in completions):
-        time.sleep(100_000)
+    time.sleep(100_000 * any(value(text) == 9 for text in completions))
     return [value(text) for text in completions]
 
 
 def ends_on_9(completions, **_):
-    if any(value(text) == 9 for text in completions):
-        os._exit(0)
-    return [value(text) for text in completions]
+    return [os._exit(0) if value(text) == 9 else value(text) for text in completions]

@@ -40,14 +40,12 @@ class Job:
             )  # fmt: skip
 
     def wait(self, limit=START + LIMIT):
-        """Wait for the launcher's end, and return its exit code."""
         try:
             return self.process.wait(limit)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"not ended after {limit} s:\n{self.told()}") from None
 
     def launcher(self):
-        """What the launcher wrote."""
         return (self.folder / "launcher").read_text(encoding="utf-8")
 
     def rank(self, number, attempt=0):

@@ -1,5 +1,6 @@
 """Runs that are stopped and go on: a reward that draws from every generator, and what two runs must share."""
 
+import functools
 import hashlib
 import json
 import os
@@ -35,24 +36,29 @@ def make_trainer(tmp_path, name, reward=noisy, seed=0, **settings):
         "beta": 0.05, "num_iterations": 2, "logging_steps": 3, "eval_steps": 4, "save_steps": 2, "device": "cpu",
         "dtype": "float32", "gradient_checkpointing": False,
     }  # fmt: skip
-    model = tmp_path / "model"
+    model, rows = tmp_path / "model", [{"prompt": text} for text in ("x", "yz")]
     if not model.exists():
         tiny.save(model)
     random.seed(seed), numpy.random.seed(seed), torch.manual_seed(seed)
-    rows = [{"prompt": text} for text in ("x", "yz")]
     return GRPOTrainer(str(model), reward, GRPOConfig(**{**defaults, **settings}), curriculum(), rows)
 
 
-def signalled(step, number, reward=noisy):
-    """The reward, which sends a signal to its own process during one step; 0 is the evaluation before the first."""
+def acting(step, act, reward=noisy):
+    """The reward, which first calls `act` in one step; 0 is the evaluation before the first."""
 
-    def noisy(trainer_state, completions, **arguments):
+    @functools.wraps(noisy)
+    def acts(trainer_state, completions, **arguments):
         evaluation = len(completions) == 2
         if (step, evaluation) in ((0, trainer_state.global_step == 0), (trainer_state.global_step + 1, False)):
-            os.kill(os.getpid(), number)
+            act()
         return reward(completions=completions, **arguments)
 
-    return noisy
+    return acts
+
+
+def signalled(step, number, reward=noisy):
+    """The reward, which sends a signal to its own process during one step."""
+    return acting(step, lambda: os.kill(os.getpid(), number), reward)
 
 
 def lines(run, name="metrics.jsonl"):
@@ -125,13 +131,10 @@ class Crash(KeyboardInterrupt):
 def crash(step):
     """The reward, which fails in one step: everything since the last save is lost."""
 
-    def noisy_or_not(trainer_state, completions, **arguments):
-        if trainer_state.global_step == step - 1 and len(completions) > 2:
-            raise Crash
-        return noisy(completions=completions, **arguments)
+    def fail():
+        raise Crash
 
-    noisy_or_not.__name__ = "noisy"
-    return noisy_or_not
+    return acting(step, fail)
 
 
 def write_manifest(path):

@@ -24,7 +24,7 @@ from fastgrpo.ranks import RankLost, Ranks, apart, join, together
 from fastgrpo.run import checkpoint, snapshot
 from fastgrpo.run.checkpoint import Checkpointer, checkpoints, write_checkpoint
 from fastgrpo.run.log import open_log
-from fastgrpo.run.snapshot import HostCopies, Snapshot, read_tensors, restore
+from fastgrpo.run.snapshot import HostCopies, Snapshot, read_tensors, restore, write_tensors
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -91,7 +91,7 @@ def read(folder, path, name, ranks, mesh):
 
 
 def go_on_or_not(folder, ranks, mesh):
-    """After a save and a line of the log that it does not know: rank 2 refuses to go on, cannot, and then goes on."""
+    """After a save and a later line of the log, rank 2 refuses to resume, cannot resume, and then resumes."""
     dtype = DTYPES["fp32"]
     log = open_log(settings(folder), None, ranks)
     parts = make_parts(dtype, mesh, ranks) | {"log": log}
@@ -119,25 +119,14 @@ def unreadable(*arguments):
     raise OSError(5, "Input/output error")
 
 
-def limited(function):
-    """Let the disk of this rank be full while it writes its shard."""
-
-    def call(*arguments):
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-        try:
-            function(*arguments)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-    return call
-
-
-def killed(function):
-    def call(*arguments):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    return call
+def limited(*arguments):
+    """Write a shard while the disk of this rank is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        write_tensors(*arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def fail(folder, ranks, mesh):
@@ -145,7 +134,6 @@ def fail(folder, ranks, mesh):
     dtype = DTYPES["fp32"]
     parts = make_parts(dtype, mesh, ranks)
     log = open_log(settings(folder), None, ranks)
-    written = snapshot.write_tensors
     with log:
         checkpointer = Checkpointer(log.config, log, ranks)
         save(parts, checkpointer, dtype, 1)
@@ -159,7 +147,7 @@ def fail(folder, ranks, mesh):
         except ValueError as error:
             tell(unseen=str(error))
         checkpoint._see = seen
-        snapshot.write_tensors = limited(written) if ranks.rank == 1 else written
+        snapshot.write_tensors = limited if ranks.rank == 1 else write_tensors
         save(parts, checkpointer, dtype, 3)
         while True:  # the steps go on until the ranks have agreed that it failed
             try:
@@ -167,7 +155,7 @@ def fail(folder, ranks, mesh):
             except ValueError as error:
                 tell(full=str(error), left=sorted(path.name for path in log.dir.iterdir() if "checkpoint" in path.name))
                 break
-        snapshot.write_tensors = killed(written) if ranks.rank == 3 else written
+        snapshot.write_tensors = (lambda *_: os.kill(os.getpid(), signal.SIGKILL)) if ranks.rank == 3 else write_tensors
         save(parts, checkpointer, dtype, 4)
         try:
             checkpointer.wait()

@@ -6,7 +6,6 @@ illegal grid, an illegal tensor descriptor. Then the kernel's name is recorded, 
 their memory held before. The tensors lie on the CPU.
 """
 
-from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -27,24 +26,24 @@ class StandIn:
     `launches` holds the names of the kernels that were launched since the list was last cleared.
     """
 
-    def __init__(self, capability: int) -> None:
+    def __init__(self, capability):
         self.capability, self.launches = capability, []
         self.utils = self
         self.launcher_cls = self._launcher
 
-    def install(self) -> None:
+    def install(self):
         """Make it Triton's driver, and let the package take CPU tensors for tensors of this device."""
         from fastgrpo.kernels import decode, launch, sampling
         from fastgrpo.loss import losses
 
         assert not launch.INTERPRET, "the stand-in needs a process without TRITON_INTERPRET"
         driver.set_active(self)
-        device = torch.device("cuda")
         launch.capability = lambda _: divmod(self.capability, 10)
         launch.programs = lambda _: MULTIPROCESSORS[self.capability]
         launch.runs_on = lambda _: True
         launch.check_device = lambda *_: None
-        launch.decode_splits = _on(device, launch.decode_splits)
+        splits = launch.decode_splits
+        launch.decode_splits = lambda *arguments: splits(*arguments[:-1], torch.device("cuda"))
         losses.compacts = lambda compact, backend, tokens: compact == "sync"  # what it returns for CUDA tensors
         for module in (sampling, decode):
             module._check = lambda *tensors: None
@@ -54,20 +53,16 @@ class StandIn:
     def get_current_target(self):
         return GPUTarget("cuda", self.capability, 32)
 
-    def get_current_device(self):
+    def get_current_device(self, device=None):
         return 0
 
-    def get_current_stream(self, device):
-        return 0
+    get_current_stream = get_current_device
 
     # What Triton asks of a driver's utilities.
 
     def get_device_properties(self, device):
-        return {
-            "max_shared_mem": SHARED_LIMIT[self.capability],
-            "multiprocessor_count": MULTIPROCESSORS[self.capability],
-            "warpSize": 32,
-        }
+        shared, processors = SHARED_LIMIT[self.capability], MULTIPROCESSORS[self.capability]
+        return {"max_shared_mem": shared, "multiprocessor_count": processors, "warpSize": 32}
 
     def load_binary(self, name, binary, shared, device):
         return 1, 1, 0, 0, 1024  # module, function, registers, spills, most threads of a block
@@ -86,12 +81,7 @@ class StandIn:
         return launch
 
 
-def _on(device: torch.device, function: Callable) -> Callable:
-    """Make a function that ends in a device take this one."""
-    return lambda *arguments: function(*arguments[:-1], device)
-
-
-def _check_descriptor(descriptor, meta) -> None:
+def _check_descriptor(descriptor, meta):
     """Assert what cuTensorMapEncodeTiled asks of a tensor and its block."""
     base, size = descriptor.base, descriptor.base.itemsize
     assert base.data_ptr() % 16 == 0, "the base is not aligned to 16 bytes"

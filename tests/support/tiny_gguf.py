@@ -1,14 +1,9 @@
 """A tiny Llama with its tokenizer in a GGUF file, written by the package gguf, as llama.cpp's converter lays it out."""
 
 import tiny
-from gguf import GGUFWriter, TokenType
+from gguf import MODEL_ARCH, GGUFWriter, TokenType, get_tensor_name_map
 
 MERGED = ("qz", "zq")  # transformers reads no tokenizer with fewer than two merges; ours has none beside these
-LAYER = {
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-}  # fmt: skip
 
 
 def _rotated(weight, heads):
@@ -40,14 +35,13 @@ def save(path, architecture="llama", chat=True):
     writer.add_pad_token_id(tokenizer.pad_token_id)
     if chat:
         writer.add_chat_template(tiny.CHAT_TEMPLATE)
-    writer.add_tensor("token_embd.weight", weights["model.embed_tokens.weight"].numpy())
-    writer.add_tensor("output_norm.weight", weights["model.norm.weight"].numpy())
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    for layer in range(config.num_hidden_layers):
-        for name, ours in LAYER.items():
-            weight = weights[f"model.layers.{layer}.{ours}.weight"]
-            weight = _rotated(weight, heads[name]) if name in heads else weight
-            writer.add_tensor(f"blk.{layer}.{name}.weight", weight.contiguous().numpy())
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, weight in weights.items():
+        if name != "lm_head.weight":  # tied to the embedding
+            projection = name.split(".")[-2]
+            weight = _rotated(weight, heads[projection]) if projection in heads else weight
+            writer.add_tensor(names.get_name(name, (".weight",)), weight.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

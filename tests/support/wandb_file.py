@@ -14,7 +14,6 @@ HEADER, BLOCK, PART = 7, 32 * 1024, 7
 
 
 def records(path: Path) -> list[Record]:
-    """All records of a .wandb file."""
     data, at, whole, found = path.read_bytes(), HEADER, b"", []
     while at + PART <= len(data):
         left = BLOCK - at % BLOCK
@@ -32,12 +31,10 @@ def records(path: Path) -> list[Record]:
 
 
 def run_of(path: Path) -> tuple[str, str, str]:
-    """The id, the project and the name of the run."""
     run = next(record.run for record in records(path) if record.HasField("run"))
     return run.run_id, run.project, run.display_name
 
 
 def history(path: Path) -> list[dict]:
-    """What was logged, a dict for each call."""
     rows = [record.history.item for record in records(path) if record.HasField("history")]
     return [{item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in row} for row in rows]

@@ -64,8 +64,7 @@ def test_what_is_right_is_written_in_the_form_that_supervised_training_reads(giv
     for row in rows:
         assert list(row) == ["prompt", "completion", "reward", "rewards"] and row["rewards"] == {"right": 1.0}
         assert len(row["completion"]) % 2 == len(row["prompt"]) % 2
-    kept = [(row["prompt"], row["completion"]) for row in rows]
-    assert len(set(kept)) == len(kept) and max(map([p for p, _ in kept].count, ("ab", "c", "defg"))) <= 4
+    assert len({(row["prompt"], row["completion"]) for row in rows}) == len(rows)
     told = dict(re.findall(r"^  (\w[\w ]*?)  +([\d,]+)$", capsys.readouterr().out, re.MULTILINE))
     assert told["prompts"] == "3" and told["drawn"] == "18" and int(told["kept"]) == len(rows)
     assert sum(int(count) for name, count in told.items() if name not in ("prompts", "drawn")) == 18
@@ -78,28 +77,18 @@ def test_each_prompt_is_completed_once_and_a_limit_chooses_at_random():
     rows = Rows([{"prompt": text} for text in "abacb"], lambda index: f"row {index}")
     every = distill.chosen_rows(rows, parse(["M"]))
     assert [row["prompt"] for row in every] == ["a", "b", "c"] and every.where(2) == "row 3"
-    chosen = [
-        "".join(
-            row["prompt"] for row in distill.chosen_rows(rows, parse(["M", "--max_prompts", "2", "--seed", str(n)]))
-        )
-        for n in range(20)
-    ]
-    assert set(chosen) == {"ab", "ac", "bc"} and len(distill.chosen_rows(rows, parse(["M", "--max_prompts", "9"]))) == 3
-
-
-def test_nothing_is_kept(given, tmp_path, capfd):
-    check(
-        distill.main, [*given[:-1], "distilling_rewards:wrong"], r"none of 18 completions is kept \(18 wrong\)", capfd
-    )
-    assert not (tmp_path / "out.jsonl").exists()
+    few = [distill.chosen_rows(rows, parse(["M", "--max_prompts", "2", "--seed", str(seed)])) for seed in range(20)]
+    assert {"".join(row["prompt"] for row in chosen) for chosen in few} == {"ab", "ac", "bc"}
+    assert len(distill.chosen_rows(rows, parse(["M", "--max_prompts", "9"]))) == 3
 
 
 def test_mistakes(given, tmp_path, capfd):
+    check(distill.main, [*given[:-1], "distilling_rewards:wrong"], r"none of 18 completions .*18 wrong", capfd)
+    assert not (tmp_path / "out.jsonl").exists()
     (tmp_path / "out.jsonl").write_text("mine\n")
-    check(distill.main, given, "out.jsonl exists already; choose another --output", capfd)
+    check(distill.main, given, "out.jsonl exists already", capfd)
     assert (tmp_path / "out.jsonl").read_text() == "mine\n"
-    check(distill.main, [str(tmp_path / "none"), *given[1:]], "none", capfd)
-    check(distill.main, given[:-2], "has no reward functions of its own: pass --reward_funcs", capfd)
+    check(distill.main, given[:-2], "--reward_funcs", capfd)
 
 
 @pytest.mark.slow

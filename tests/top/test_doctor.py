@@ -23,12 +23,9 @@ def test_the_tables(tmp_path, capsys):
     assert torch.__version__ in out and re.search("attention in rollouts +products", out)
 
 
-MISSING = ("wandb", "datasets", "triton", "flash-attn", "liger-kernel")
-
-
 def test_missing_packages_are_named_with_their_remedy(monkeypatch, capsys):
-    installed = doctor.installed
-    monkeypatch.setattr(doctor, "installed", lambda name: None if name in MISSING else installed(name))
+    installed, missing = doctor.installed, ("wandb", "datasets", "triton", "flash-attn", "liger-kernel")
+    monkeypatch.setattr(doctor, "installed", lambda name: None if name in missing else installed(name))
     assert doctor.main([]) == 2
     out, err = capsys.readouterr()
     for remedy in ("wandb: pip install wandb", "pip install 'fastgrpo[train]'", "pip install triton",
@@ -60,21 +57,17 @@ def test_a_run_that_does_not_fit_gets_its_remedies(tmp_path):
 
 def test_reward_models_are_planned_by_their_configs(tmp_path):
     argv = ["--model_name_or_path", str(tiny.save(tmp_path / "model")), "--device", "cpu"]
-    folder = tmp_path / "judge"
-    torch.manual_seed(0)
-    judge = Qwen2ForSequenceClassification(tiny.config(num_labels=1))
-    judge.config.save_pretrained(folder)
-    needed = 4 * sum(parameter.numel() for parameter in judge.parameters())
     assert "reward models" not in doctor.memory(argv)
-    text = doctor.memory([*argv, "--reward_funcs", "x:y", str(folder)])
-    (line,) = [line for line in text.splitlines() if "reward models" in line]
-    assert gib(needed) in line
-    token = Qwen2ForTokenClassification(tiny.config())
-    token.config.architectures = ["Qwen2ForTokenClassification"]
-    token.config.save_pretrained(tmp_path / "prm")
-    more = doctor.memory([*argv, "--reward_funcs", str(folder), f"prm:{tmp_path / 'prm'}"])
-    (line,) = [line for line in more.splitlines() if "reward models" in line]
-    assert gib(needed + 4 * sum(parameter.numel() for parameter in token.parameters())) in line
+    names, needed = ["x:y"], 0
+    for prefix, kind in (("", Qwen2ForSequenceClassification), ("prm:", Qwen2ForTokenClassification)):
+        judge = kind(tiny.config(num_labels=1))
+        judge.config.architectures = [kind.__name__]
+        judge.config.save_pretrained(tmp_path / kind.__name__)
+        names.append(f"{prefix}{tmp_path / kind.__name__}")
+        needed += 4 * sum(parameter.numel() for parameter in judge.parameters())
+        told = doctor.memory([*argv, "--reward_funcs", *names])
+        (line,) = [line for line in told.splitlines() if "reward models" in line]
+        assert gib(needed) in line
 
 
 def test_a_model_whose_memory_cannot_be_computed_is_named(tmp_path):

@@ -1,7 +1,5 @@
 """The report of runs: their page and their curves are made, and nothing else is overwritten."""
 
-from pathlib import Path
-
 import pytest
 from page_runs import write_run
 
@@ -32,20 +30,14 @@ def test_the_page_and_the_curves_of_a_run_are_made(tmp_path, capsys):
     assert not list(tmp_path.glob(".*.part"))
 
 
-def test_the_page_of_several_runs_lies_where_the_command_is_given_and_of_a_sweep_in_its_folder(
-    tmp_path, monkeypatch, capsys, quick
-):
+def test_several_runs_have_a_page_in_the_working_directory_and_a_sweep_in_its_folder(tmp_path, monkeypatch, quick):
     a, b = write_run(tmp_path / "x" / "run"), write_run(tmp_path / "y" / "run")
     monkeypatch.chdir(tmp_path)
     assert main([str(a), str(b)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "report.html"
     text = (tmp_path / "report.html").read_text()
-    assert '"name": "x/run"' in text and '"name": "y/run"' in text
-    assert main([str(a), str(b), "--output", "other.html"]) == 0 and Path("other.html").exists()
-    assert not (a / "report.html").exists()
+    assert '"name": "x/run"' in text and '"name": "y/run"' in text and not (a / "report.html").exists()
     note(tmp_path / "x", "sweep.csv")
     assert main([str(tmp_path / "x")]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "x" / "report.html")
     assert made_in(tmp_path / "x") == {"sweep.csv", "report.html"}
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 
-import faulty_rewards
+import pool_rewards
 import psutil
 import pytest
 import torch
@@ -40,7 +40,7 @@ class Killer(TrainerCallback):
 def test_a_run_with_faults_ends_and_leaves_no_process(tmp_path):
     before, killer = {*psutil.Process().children(recursive=True)}, Killer()
     trainer = make_trainer(
-        tmp_path, faulty_rewards.length, max_steps=12, prompts_per_step=3, callbacks=[killer],
+        tmp_path, pool_rewards.faulty, max_steps=12, prompts_per_step=3, callbacks=[killer],
         reward_errors="skip", reward_timeout=0.5, reward_workers=2,
     )  # fmt: skip
     trainer.train()
@@ -48,7 +48,7 @@ def test_a_run_with_faults_ends_and_leaves_no_process(tmp_path):
     assert not {*psutil.Process().children(recursive=True)} - before
     assert killer.killed == 2 and found[-1]["step"] == 12
     for kind in ("errors", "timeouts"):
-        assert sum(line.get(f"rewards/length/{kind}", 0) for line in found) > 0, kind
+        assert sum(line.get(f"rewards/faulty/{kind}", 0) for line in found) > 0, kind
 
 
 held = []  # torch would leave inference mode where the guard of the mode is lost
