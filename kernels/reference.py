@@ -81,8 +81,10 @@ def _kept(logits, temperature, top_k, top_p, min_p):
     if top_p < 1:
         probs = torch.softmax((ordered / temperature).masked_fill(ordered < floor, -torch.inf), dim=-1)
         likelier = probs.cumsum(-1) - probs
+        dropped = (likelier >= top_p) | (probs == 0)
+        dropped[:, 0] = False  # the likeliest token stays, also where top_p is 0 in fp32
         # Of equal logits the first decides for all of them: the least mass stands before it.
-        floor = ordered.masked_fill((likelier >= top_p) | (probs == 0), torch.inf).amin(-1, keepdim=True)
+        floor = ordered.masked_fill(dropped, torch.inf).amin(-1, keepdim=True)
     if min_p > 0:
         floor = floor.maximum(ordered[:, :1] + temperature * math.log(min_p))
     return logits >= floor

@@ -104,9 +104,9 @@ class SamplingParams:
 def uniforms(seed: int, request_id: int, count: int, length: int) -> torch.Tensor:
     """Make the random numbers of a request, [count, length] fp32 in [0, 1): one for each token of each completion.
 
-    Philox (Salmon et al. 2011) is a counter-based generator. Keyed by seed and request, it gives each token of each
-    completion a number that depends on nothing else, so that neither the order of a batch nor the length limit changes
-    a draw.
+    Philox (Salmon et al. 2011) is a counter-based generator, keyed here by seed and request. The number of a token
+    depends on these two, on its place and on count: number (completion, token) is the (token * count + completion)-th.
+    So neither the rest of a batch nor the length limit changes a draw, but another group size does.
     """
     generator = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, request_id], np.uint64)))
     return torch.from_numpy(generator.random((length, count), dtype=np.float32)).T

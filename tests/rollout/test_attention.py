@@ -11,16 +11,7 @@ from hypothesis import strategies as st
 
 from fastgrpo.policy import device as placed
 from fastgrpo.rollout import attention
-from fastgrpo.rollout.attention import (
-    DecodeAttention,
-    Flat,
-    PrefillAttention,
-    SharedPrefix,
-    choose_provider,
-    flash_attn,
-    make_provider,
-    products,
-)
+from fastgrpo.rollout.attention import DecodeAttention, Flat, PrefillAttention, SharedPrefix, make_provider, products
 from fastgrpo.rollout.slots import Geometry, Slots
 
 HEADS, WIDTH, SCALE, CPU = 6, 8, 0.3, torch.device("cpu")
@@ -99,7 +90,8 @@ def test_products_of_16_bits_have_an_fp32_softmax():
 
 
 def test_auto_shares_prompts_on_a_cpu_where_many_tokens_would_be_copied():
-    assert [choose_provider("auto", CPU, torch.float32, 64, copied) for copied in (10, 2000)] == ["sdpa", "products"]
+    chosen = [attention.choose_provider("auto", CPU, torch.float32, 64, copied) for copied in (10, 2000)]
+    assert chosen == ["sdpa", "products"]
 
 
 def test_the_order_on_a_gpu(monkeypatch):
@@ -147,4 +139,6 @@ def test_flash_attn_is_called_as_its_signature_says(monkeypatch):
         return products(q, k_cache.transpose(1, 2), v_cache.transpose(1, 2), cache_seqlens, softmax_scale)
 
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache))
-    check_decode(SharedPrefix(flash_attn, (0, 2, 1)), 3, [3, 9, 1], [1, 0, -1, 2, 1, 0, 1], [1, 3, 1, 2, 1, 1, 4])
+    check_decode(
+        SharedPrefix(attention.flash_attn, (0, 2, 1)), 3, [3, 9, 1], [1, 0, -1, 2, 1, 0, 1], [1, 3, 1, 2, 1, 1, 4]
+    )

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import tiny
 import torch
-from drawing import PROMPTS, greedy_of_transformers
+from drawing import PROMPTS, finish, greedy_of_transformers, ids_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -39,14 +39,6 @@ def cut(ids, limit, stops):
     return ids[: end or limit], "stop" if end else "length"
 
 
-def finish(rollouts):
-    outputs = {}
-    for _ in range(40 * LONGEST):
-        outputs |= rollouts.step()
-    assert not rollouts.has_unfinished_requests()
-    return outputs
-
-
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 @settings(max_examples=5, phases=[Phase.generate])
 @given(REQUESTS, st.integers(0, 12), st.sets(st.integers(0, 63), max_size=9), st.sampled_from([1.0, 1.3, 0.8]))
@@ -69,17 +61,14 @@ HOW = {
     "filtered": {"temperature": 1.3, "top_k": 20, "top_p": 0.9},
     "penalized": {"temperature": 1.5, "repetition_penalty": 1.4, "min_p": 0.01},
 }
-
-
-def how_to_draw(how):
-    return SamplingParams(max_tokens=LONGEST, seed=4, **HOW[how])
+HOW = {name: SamplingParams(max_tokens=LONGEST, seed=4, **how) for name, how in HOW.items()}
 
 
 @cache
 def drawn_alone(how, number, count, request_id):
     """The completions of a request with which nothing else was in flight."""
     engine = RolloutEngine(model_of("qwen3"))
-    return engine.generate([POOL[number]], count, how_to_draw(how), request_ids=[request_id])
+    return engine.generate([POOL[number]], count, HOW[how], request_ids=[request_id])
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "products"])
@@ -88,7 +77,7 @@ def drawn_alone(how, number, count, request_id):
 @given(REQUESTS, st.integers(0, 12), st.sets(st.integers(0, 63), max_size=9), st.data())
 def test_draws_do_not_depend_on_the_batch(attention, how, requests, spare, stops, data):
     """Nor on the lanes, limits, stop tokens, parts of the prefill, and requests that come and are aborted."""
-    sampling = dataclasses.replace(how_to_draw(how), stop_token_ids=tuple(stops))
+    sampling = dataclasses.replace(HOW[how], stop_token_ids=tuple(stops))
     most, outputs = max(len(limits) for _, limits in requests) + spare, {}
     engine = RolloutEngine(model_of("qwen3"), max_num_seqs=most, attention=attention)
     at_first, aborted = data.draw(st.integers(1, len(requests))), data.draw(st.sets(st.integers(0, 5), max_size=1))
@@ -137,10 +126,6 @@ def test_log_probs_are_the_policys_and_the_samplers_those_of_its_filters(backend
     if not filters:
         (rollout,) = rollouts.generate(PROMPTS[:1], 1, SamplingParams(temperature=0, max_tokens=4))
         assert rollout.sampler_logps is rollout.logps
-
-
-def ids_of(rollouts):
-    return [rollout.ids for rollout in rollouts]
 
 
 def test_the_models_own_generation_settings_change_no_draw(backend):

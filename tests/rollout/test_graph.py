@@ -4,8 +4,9 @@ The GPU itself is in test_engine_gpu.py.
 """
 
 import json
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -21,28 +22,14 @@ from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.graph import Graphs, graph_obstacle
 
 
-@pytest.mark.parametrize("liger, a_layer", [(False, 42), (True, 18)])
-def test_launches_of_a_step_are_those_of_the_committed_table(liger, a_layer):
+@pytest.mark.parametrize("liger", [False, True])
+def test_launches_of_a_step_are_those_of_the_committed_table(liger):
     """`make launches` writes it; docs/rollouts.md quotes it."""
     if liger:
         pytest.importorskip("liger_kernel")
     committed = json.loads((Path(__file__).parent / "launches.json").read_text())
     counted = table(liger)
     assert counted == {name: counts for name, counts in committed.items() if ("liger" in name) == liger}
-    assert counted["qwen2 triton liger" if liger else "qwen2 triton"]["a layer"] == a_layer
-
-
-class RecordedGraph:
-    """Stands in for `torch.cuda.CUDAGraph`: counts its replays."""
-
-    def __init__(self):
-        self.replays = 0
-
-    def pool(self):
-        return "pool"
-
-    def replay(self):
-        self.replays += 1
 
 
 @pytest.fixture
@@ -50,20 +37,13 @@ def cuda(monkeypatch):
     """`torch.cuda` without a GPU; the memory pools and modes with which graphs were recorded."""
     recordings = []
 
-    @contextmanager
     def graph(graph, **how):
         recordings.append(how)
-        yield
+        return nullcontext()
 
-    @contextmanager
-    def nothing(*args):
-        yield
-
-    for name, stand_in in (
-        ("CUDAGraph", RecordedGraph), ("graph", graph), ("device", nothing), ("stream", nothing),
-        ("Stream", lambda device: "stream"), ("current_stream", lambda device: "current"),
-    ):  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, stand_in)
+    for name in ("CUDAGraph", "device", "stream", "Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: MagicMock())
+    monkeypatch.setattr(torch.cuda, "graph", graph)
     return recordings
 
 
@@ -72,11 +52,11 @@ def test_a_step_runs_once_is_recorded_and_then_replayed(cuda):
     for _ in range(4):
         graphs.run(8, lambda: steps.append(8))
     assert steps == [8, 8]  # one run, and one recording
-    assert graphs.graphs[8].replays == 3
+    assert graphs.graphs[8].replay.call_count == 3
     graphs.run(16, lambda: steps.append(16))
     assert steps == [8, 8, 16] and 16 not in graphs.graphs  # another key is a graph of its own
     graphs.run(16, lambda: steps.append(16))
-    assert [how["pool"] for how in cuda] == [None, "pool"]  # and shares the memory of the first
+    assert [how["pool"] for how in cuda] == [None, graphs.graphs[8].pool()]  # and shares the memory of the first
     assert {how["capture_error_mode"] for how in cuda} == {"thread_local"}
     graphs.clear()
     graphs.run(8, lambda: steps.append(8))
@@ -105,11 +85,8 @@ def test_a_step_that_cannot_be_recorded_names_the_remedy_unless_memory_runs_out(
 
 @pytest.mark.parametrize(
     "dtype, capability, recorded",
-    [
-        (torch.bfloat16, (9, 0), True), (torch.bfloat16, (10, 0), True), (torch.bfloat16, (8, 0), False),
-        (torch.bfloat16, (12, 0), False), (torch.float16, (9, 0), False), (torch.float32, (9, 0), False),
-    ],
-)  # fmt: skip
+    [(torch.bfloat16, (9, 0), True), (torch.bfloat16, (8, 0), False), (torch.float32, (9, 0), False)],
+)
 @pytest.mark.parametrize("make", [Policy, prepare])
 def test_a_mixture_of_experts_is_recorded_where_its_products_stay_on_the_device(make, dtype, capability, recorded):
     mixture, plain = (make(architectures.tiny_model(name).to(dtype)) for name in ("qwen3_moe", "qwen3"))

@@ -5,7 +5,7 @@ import copy
 import pytest
 import tiny
 import torch
-from drawing import PROMPTS
+from drawing import PROMPTS, finish, ids_of
 
 from fastgrpo.data.records import Batch, Sample
 from fastgrpo.policy.lora import add_lora
@@ -82,12 +82,11 @@ def test_a_rollout_packs_the_weights_as_they_are_and_frees_them():
         assert len(held.forwards) == len(linear_layers(model)) - 1 and held.head is not None  # the head is apart
         after = model(torch.tensor([PROMPTS[0]])).logits
         assert torch.equal(after, before) and after.requires_grad
-        while engine.has_unfinished_requests():
-            engine.step()
+        finish(engine)
         assert not held.forwards and held.head is None
         drawn = engine.generate(PROMPTS, 2, LONG)
         fresh = RolloutEngine(copy.deepcopy(model)).generate(PROMPTS, 2, LONG)
-        assert [rollout.ids for rollout in drawn] == [rollout.ids for rollout in fresh]
+        assert ids_of(drawn) == ids_of(fresh)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.3)

@@ -1,4 +1,4 @@
-"""Prompts, engines that refill their lanes, and the greedy completions of transformers."""
+"""Prompts, engines that refill their lanes, their completions, and the greedy completions of transformers."""
 
 import torch
 
@@ -10,6 +10,20 @@ PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [16, 17]]
 def engine_of(attention):
     """Engines whose lanes are refilled (5 at most) and whose prompts are shared, or stand in front of each lane."""
     return lambda model, max_num_seqs=256: RolloutEngine(model, max_num_seqs=max_num_seqs, attention=attention)
+
+
+def ids_of(rollouts):
+    return [rollout.ids for rollout in rollouts]
+
+
+def finish(engine, most=1000):
+    """The completions of all requests, by number, within so many steps."""
+    outputs = {}
+    for _ in range(most):
+        outputs |= engine.step()
+        if not engine.has_unfinished_requests():
+            return outputs
+    raise AssertionError(f"requests are left after {most} steps")
 
 
 def greedy_of_transformers(model, prompt, max_tokens, stop, penalty=1.0):

@@ -19,7 +19,7 @@ FILTERS = [
     {"top_k": 60},  # more than there are tiles
     slow({"top_p": 0.5}),
     {"top_p": 0.95},
-    {"top_p": 1e-6},
+    {"top_p": 1e-300},  # 0 in fp32
     slow({"min_p": 0.05}),
     {"min_p": 1.0},
     {"top_k": 20, "top_p": 0.8, "min_p": 0.1},
