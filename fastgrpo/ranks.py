@@ -33,8 +33,8 @@ EXPLANATION = 10.0  # seconds to wait for the error of a lost rank
 BUCKET = 1 << 28  # bytes summed in one all-reduce
 _CAUSE = "cause"  # key of [rank, line] of the error that ends the run; the first rank to write it wins
 _PAUSE = 0.02  # seconds between two reads of the store
-# gloo raises RuntimeErrors that begin with the place in its source, torch's NCCL DistBackendErrors, and a store others.
-# An "enforce fail" of gloo is no broken connection: the ranks exchange different things.
+# gloo raises RuntimeErrors that begin with a source location, NCCL raises DistBackendErrors, and stores raise others.
+# An "enforce fail" of gloo is not a broken connection: the ranks exchange different shapes or dtypes.
 _BROKEN = re.compile(
     r"^\[(?!enforce)[^\]]*\bgloo/[^\]]*:\d+\] |Application timeout caused pair closure|Gloo connectFullMesh failed"
     "|monitoredBarrier"
@@ -72,7 +72,7 @@ class Ranks:
     ) -> None:
         self.rank, self.size, self.group, self.store = rank, size, group, store
         self.timeout = timedelta(seconds=timeout)
-        self._inside = []  # what the open contexts wait for
+        self._inside = []  # names of the open `waiting` contexts
 
     @property
     def lead(self) -> bool:
@@ -81,7 +81,7 @@ class Ranks:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Name the exchange within a context, which can be nested. A broken connection becomes a `RankLost`."""
+        """Name an exchange, for errors. A broken connection raises `RankLost`. Contexts can be nested."""
         if self.size == 1:
             yield
             return
@@ -102,18 +102,18 @@ class Ranks:
             self._inside.pop()
 
     def _cause(self, error):
-        """Return the rank that failed and its error in one line; or None and what is known about the lost rank."""
+        """Return the failed rank and the first line of its error, or None and a message about the lost rank."""
         named = re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", str(error))
         mine = f"{f'rank {named[1]}' if named else 'another rank'} died or did not come in time"
         end = time.monotonic() + (0 if named else EXPLANATION)
-        with suppress(RuntimeError):  # the store may be gone with the rank or the machine that kept it
+        with suppress(RuntimeError):  # the host of the store may be down
             while not self.store.check([_CAUSE]) and time.monotonic() < end:
                 time.sleep(_PAUSE)
             return json.loads(self.store.compare_set(_CAUSE, "", json.dumps([None, mine])))
         return None, mine
 
     def meet(self, what: str) -> None:
-        """Wait on the host for all ranks. Raises `RankLost` that names a missing rank."""
+        """Wait on the host for all ranks. On timeout, raise a `RankLost` that names the missing ranks."""
         if self.size > 1:
             with self.waiting(what):
                 dist.monitored_barrier(self.group, self.timeout, wait_all_ranks=True)
@@ -149,7 +149,7 @@ class Ranks:
         self.meet(what)
         with self.waiting(what):
             for tensor in tensors:
-                whole = tensor.detach().contiguous()  # NCCL sends nothing else
+                whole = tensor.detach().contiguous()  # NCCL needs contiguous tensors
                 dist.broadcast(whole, src=0, group=self._group_of(whole))
                 if not tensor.is_contiguous():
                     tensor.detach().copy_(whole)
@@ -160,7 +160,7 @@ class Ranks:
             return
         with self.waiting(what):
             for bucket in _buckets(tensors):
-                if len(bucket) == 1 and bucket[0].is_contiguous():  # a large one, which is not copied
+                if len(bucket) == 1 and bucket[0].is_contiguous():  # a large tensor is not copied
                     dist.all_reduce(bucket[0], group=self._group_of(bucket[0]))
                     continue
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
@@ -169,7 +169,7 @@ class Ranks:
                 torch._foreach_copy_(bucket, [p.view_as(t) for p, t in zip(parts, bucket, strict=True)])
 
     def _group_of(self, tensor):
-        """Return the group for a tensor. The default group may have no backend for tensors on the host."""
+        """Return the group for a tensor. The default group may have no backend for CPU tensors."""
         return None if tensor.is_cuda else self.group
 
 
@@ -292,7 +292,7 @@ def _attempt(store, rank, size, timeout):
     """Wait for all ranks of this attempt, and return a name for it.
 
     The agent of torchrun keeps one store for all restarts, with the addresses of dead ranks. So each rank publishes a
-    random name. Rank 0 replies with the names that it read, and a rank that finds its own confirms.
+    random name. Rank 0 publishes the names it has read, and each rank confirms that its own is among them.
     """
     mine, end = uuid.uuid4().hex, time.monotonic() + timeout
     others, shown = range(1, size), None
@@ -330,12 +330,12 @@ def _connect(timeout, keeps=False):
 
 
 def _kept_by_launcher():
-    """Return whether the launcher keeps the store."""
+    """Return whether the launcher hosts the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def _leave():
-    """Destroy the process group at exit. After a failure with NCCL, skip it: it would wait for missing ranks."""
+    """Destroy the process group at exit. After a failure with NCCL, skip this: it would hang on missing ranks."""
     if dist.is_initialized() and not (_failed and torch.cuda.is_available()):
         dist.destroy_process_group()
 
@@ -343,7 +343,7 @@ def _leave():
 def end(error: BaseException, text: str) -> None:
     """Report the error of this rank: to the other ranks, to stderr and to torchrun.
 
-    A `RankLost` is one line. An error of another rank is not printed again.
+    A `RankLost` prints one line. An error that another rank has reported is not printed again.
     """
     global _failed
     _failed = True
@@ -383,7 +383,7 @@ def _end_by(before, lead):
     def hook(kind, error, trace):
         if isinstance(error, Exception):
             end(error, "\n" + "".join(traceback.format_exception(kind, error, trace)).rstrip())
-            if _beneath_torch(before) is not sys.__excepthook__:  # the user's hook, which may report elsewhere
+            if _beneath_torch(before) is not sys.__excepthook__:  # a hook of the user's script
                 before(kind, error, trace)
         elif lead:  # all ranks get a KeyboardInterrupt
             before(kind, error, trace)
@@ -399,7 +399,7 @@ def _beneath_torch(hook):
 
 
 def outlive_sigterm() -> None:
-    """Ignore the next SIGTERM, so that a rank that has lost another can report it.
+    """Ignore the next SIGTERM, so that this rank can report the loss of another one.
 
     torchrun sends SIGTERM to all ranks once one has ended, and SIGKILL 30 s later.
     """
@@ -408,42 +408,42 @@ def outlive_sigterm() -> None:
 
 
 def own_gpu(device: str, rank: int, size: int) -> int:
-    """Return the GPU of a rank: the only visible one, or the one with its local rank."""
+    """Return the GPU index of a rank: 0 if only one GPU is visible, else its local rank."""
     count, local_rank = torch.cuda.device_count(), os.environ.get("LOCAL_RANK")
     _, colon, index = device.partition(":")
     if colon and size > 1:
         raise ValueError(
-            f"device={device!r} names one GPU, and each of the {size} processes takes one of its own; use --device "
-            "cuda, and CUDA_VISIBLE_DEVICES for the GPUs that they may take"
+            f"device={device!r} names one GPU, but {size} processes need one each; use --device cuda, and set "
+            "CUDA_VISIBLE_DEVICES to the GPUs to use"
         )
     if colon:
         return int(index) if index.isdigit() and int(index) < count else 0
-    if count == 1:  # also where the launcher shows each process another one
+    if count == 1:  # the launcher may set CUDA_VISIBLE_DEVICES per process
         return 0
     if local_rank is None and size > 1:
         raise ValueError(
-            f"rank {rank} sees {count} GPUs, and LOCAL_RANK does not say which is its own; set it to the number of the "
-            "process on its machine, as torchrun does (with srun it is SLURM_LOCALID)"
+            f"rank {rank} sees {count} GPUs, but LOCAL_RANK is not set; set it to the index of the process on its "
+            "machine, as torchrun does (with srun: SLURM_LOCALID)"
         )
     if int(local_rank or 0) >= count:
         raise ValueError(
-            f"rank {rank} is number {local_rank} of its machine, which has {count} GPUs; start one process for each "
-            "GPU (--nproc_per_node)"
+            f"rank {rank} has local rank {local_rank}, but its machine has {count} GPUs; start one process per GPU "
+            "(--nproc_per_node)"
         )
     return int(local_rank or 0)
 
 
 def claim_gpu(store: "dist.Store", gpu: str, rank: int) -> None:
-    """Set the GPU of a rank. With NCCL, two ranks cannot share one."""
+    """Reserve a GPU for a rank. With NCCL, two ranks cannot share one."""
     owner = store.compare_set(f"gpu/{gpu}", "", str(rank)).decode()
     if owner != str(rank):
-        raise ValueError(f"rank {rank} has the same GPU as rank {owner}; start one process for each (--nproc_per_node)")
+        raise ValueError(f"rank {rank} has the same GPU as rank {owner}; start one process per GPU (--nproc_per_node)")
 
 
 def check_group(kinds: list[str], needed: str) -> None:
     """Raise if a process group of the script has no backend for the device of the ranks."""
     if needed not in kinds:
         raise ValueError(
-            f"the process group of this script sends tensors on {' and '.join(kinds)}, and the ranks compute on "
-            f"{needed}; make it by init_process_group('cpu:gloo,cuda:nccl'), or let the trainer make it"
+            f"the process group of this script supports tensors on {' and '.join(kinds)}, but the ranks compute on "
+            f"{needed}; create it with init_process_group('cpu:gloo,cuda:nccl'), or let the trainer create it"
         )

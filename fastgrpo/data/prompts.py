@@ -1,9 +1,9 @@
-"""Turns data rows into token ids: prompts to complete, and examples to learn.
+"""Tokenizes data rows: prompts for rollouts, and examples for supervised training.
 
 A row has a `prompt` (a string, or a list of messages) and any columns that the rewards need. A row for supervised
-training also has a `completion` of the same kind, or only `messages`: a conversation whose assistant messages are
-learned, each after everything before it. A completion is tokenized separately from its prompt, and ends with a stop
-token.
+training also has a `completion` of the same type, or only `messages`: a conversation. Each assistant message of it is
+an example, with all earlier messages as the prompt. A completion is tokenized separately from its prompt, and ends with
+a stop token.
 """
 
 import json
@@ -16,15 +16,15 @@ from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.data.records import Prompt, Sample
 
-# What reward functions get from the trainer by name. Every other name may be that of a column.
+# Arguments that the trainer passes to reward functions. Columns may have any other name.
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "log_steps")
-_UNCHANGING = {type(None), bool, int, float, complex, str, bytes}  # these types need no copies
+_UNCHANGING = {type(None), bool, int, float, complex, str, bytes}  # immutable types, not copied
 
 
 def to_prompt(
     row: dict, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
 ) -> Prompt:
-    """Tokenize the prompt of a row: a list of messages through the chat template, a string as it is."""
+    """Tokenize the prompt of a row: messages with the chat template, a string without."""
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict with a prompt, got {brief(row)}")
     if "prompt" not in row:
@@ -36,7 +36,7 @@ def to_prompt(
 
 
 def _check(prompt: Any) -> None:
-    """Refuse a prompt that is neither text nor messages, or that a line of samples.jsonl could not hold."""
+    """Check that a prompt is a string or messages, and can be written to samples.jsonl."""
     if isinstance(prompt, list):
         if not prompt:
             raise ValueError("the prompt is an empty list; a list of messages must have at least one")
@@ -48,20 +48,20 @@ def _check(prompt: Any) -> None:
 
 
 def check_text(value: Any, name: str) -> None:
-    """Refuse text, or messages, that a line of JSON could not hold."""
+    """Check that text or messages can be written as JSON."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{name} has the lone surrogate {error.object[error.start]!r}, which is half of a character and no text; "
-            "mend the row where its text was cut or decoded"
+            f"{name} has the lone surrogate {error.object[error.start]!r}, which is half of a character; fix the code "
+            "that cut or decoded the text"
         ) from None
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{name} must be made of what JSON can hold: {error}") from None
+        raise ValueError(f"{name} must be JSON-serializable: {error}") from None
 
 
 def _check_message(message, name):
-    """Refuse a message without a role, or without a content that is text; a call of tools needs no content."""
+    """Check that a message has a role and text content. A message with tool calls needs no content."""
     if not isinstance(message, dict):
         raise ValueError(f"{name} must be a dict with a role and a content, got {brief(message)}")
     for field in ("role", "content"):
@@ -70,15 +70,15 @@ def _check_message(message, name):
             continue
         if field not in message:
             raise ValueError(
-                f"{name} has no {field!r}, only {', '.join(map(str, message))}; a list of messages must have at least "
-                "one, each with a role and a content"
+                f"{name} has no {field!r}, only {', '.join(map(str, message))}; each message must have a role and a "
+                "content"
             )
-        remedy = "; join the texts of its parts into one string" if isinstance(value, list) else ""
+        remedy = "; join its text parts into one string" if isinstance(value, list) else ""
         raise ValueError(f"the {field} of {name} must be a string, got {brief(value)}{remedy}")
 
 
 def _tokenized(prompt, tokenizer, template_kwargs):
-    """Return the token ids of a checked prompt. Templates and tokenizers are others' code, which may raise anything."""
+    """Return the token ids of a checked prompt. Templates and tokenizers may raise any exception."""
     conversational = isinstance(prompt, list)
     if conversational and tokenizer.chat_template is None:
         raise ValueError("the prompt is a list of messages, but the tokenizer has no chat template; use plain strings")
@@ -91,33 +91,33 @@ def _tokenized(prompt, tokenizer, template_kwargs):
             encoded = tokenizer(prompt)
         return list(encoded["input_ids"])
     except Exception as error:
-        part, remedy = "tokenizer", "mend the prompt, or use another tokenizer"
+        part, remedy = "tokenizer", "fix the prompt, or use another tokenizer"
         if conversational:
-            part, remedy = "tokenizer's chat template", "mend the messages, or the template, which reads them otherwise"
+            part, remedy = "tokenizer's chat template", "fix the messages or the template"
             if any(message["role"] == "system" for message in prompt):
-                remedy = "if the template has no system role, leave the system prompt out"
+                remedy = "if the template has no system role, remove the system prompt"
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ValueError(f"the {part} refuses the prompt {shortened(prompt)}: {reason}; {remedy}") from error
+        raise ValueError(f"the {part} fails on the prompt {shortened(prompt)}: {reason}; {remedy}") from error
 
 
 def _check_columns(columns):
-    """Refuse columns that reward functions cannot get by their names, as copies."""
+    """Check that columns can be passed to reward functions by name, as copies."""
     for name, value in columns.items():
         if not isinstance(name, str):
             raise ValueError(f"the names of columns must be strings, got {brief(name)}")
         if name in RESERVED:
-            raise ValueError(f"the column {name!r} has the name of an argument of reward functions; rename the column")
+            raise ValueError(f"the column {name!r} has the name of an argument of reward functions; rename it")
         try:
             copied(value)
-        except Exception as error:  # values of Python rows may be of any class
+        except Exception as error:  # rows from Python may hold objects of any class
             raise ValueError(
                 f"the column {name!r} holds a value that cannot be copied for reward functions "
-                f"({type(error).__name__}: {error}); let them reach it in another way, such as a global variable"
+                f"({type(error).__name__}: {error}); pass it in another way, such as a global variable"
             ) from None
 
 
 def copied(value: Any) -> Any:
-    """Copy a value of a row with all that is in it. Lists and dicts take a tenth of the time of `deepcopy`."""
+    """Deep-copy a value of a row. Lists and dicts take a tenth of the time of `deepcopy`."""
     kind = type(value)
     if kind is list:
         return [item if type(item) in _UNCHANGING else copied(item) for item in value]
@@ -127,7 +127,7 @@ def copied(value: Any) -> Any:
 
 
 def shortened(text: str | list, limit: int = 60) -> str:
-    """Show the beginning of a prompt or a completion on one line, for an error message."""
+    """Return the beginning of a prompt or completion on one line, for error messages."""
     if isinstance(text, list) and text:
         text = text[-1].get("content", text[-1]) if isinstance(text[-1], dict) else text[-1]
     shown = repr(str(text))
@@ -135,7 +135,7 @@ def shortened(text: str | list, limit: int = 60) -> str:
 
 
 def is_example(row: dict) -> bool:
-    """Tell whether a row has something to learn, beyond a prompt."""
+    """Return whether a row is an example for supervised training."""
     return isinstance(row, Mapping) and any(row.get(name) is not None for name in ("completion", "messages"))
 
 
@@ -153,7 +153,7 @@ def to_examples(
 
 
 def _pair(row):
-    """Return the prompt and the completion of a row that is no conversation."""
+    """Return the prompt and the completion of a row."""
     for name in ("prompt", "completion"):
         if row.get(name) is None:
             found = ", ".join(str(column) for column, value in row.items() if value is not None) or "nothing"
@@ -164,7 +164,7 @@ def _pair(row):
     prompt, completion = row["prompt"], row["completion"]
     if not isinstance(prompt, list):
         if not isinstance(completion, str):
-            raise ValueError(f"the completion must be a string where the prompt is one, got {brief(completion)}")
+            raise ValueError(f"the completion must be a string like the prompt, got {brief(completion)}")
         return prompt, completion
     if not isinstance(completion, list) or len(completion) != 1:
         raise ValueError(
@@ -175,7 +175,7 @@ def _pair(row):
 
 
 def _turns(messages):
-    """Return each assistant message of a conversation, and what came before it."""
+    """Return each assistant message of a conversation, with the messages before it."""
     if not isinstance(messages, list):
         raise ValueError(f"messages must be a list of messages, got {brief(messages)}")
     turns = [i for i, m in enumerate(messages) if i and isinstance(m, dict) and m.get("role") == "assistant"]
@@ -185,36 +185,36 @@ def _turns(messages):
 
 
 def _example(prompt, completion, tokenizer, stops, template_kwargs):
-    """Tokenize a prompt and what is learned after it."""
+    """Tokenize a prompt and its completion."""
     ids = to_prompt({"prompt": prompt}, tokenizer, template_kwargs).ids
     if not ids:
-        raise ValueError("the prompt is empty, and nothing stands before the first token that is learned")
+        raise ValueError("the prompt is empty; the first token of the completion needs a token before it")
     plain = isinstance(completion, str)
     text = completion if plain else _answer(prompt, completion, tokenizer, template_kwargs or {})
     if not text:
-        raise ValueError("the completion is empty; leave out rows that teach nothing")
+        raise ValueError("the completion is empty; remove the row")
     check_text(text, "the completion")
     learned = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     stops = [*stops] or [tokenizer.eos_token_id]
     ends = [] if plain else [i for i, token in enumerate(learned) if token in stops]
     if ends:
-        return Sample(ids, learned[: ends[-1] + 1], advantage=1.0)  # templates write a line break behind the end
+        return Sample(ids, learned[: ends[-1] + 1], advantage=1.0)  # templates add a line break after the stop token
     end = stops[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     return Sample(ids, [*learned, end], advantage=1.0)
 
 
 def _answer(before, message, tokenizer, template_kwargs):
-    """Return what the chat template writes behind a conversation where an assistant message follows it."""
+    """Return the text of an assistant message that the chat template adds to a conversation."""
     if not isinstance(message, dict) or message.get("role") != "assistant":
         raise ValueError(f"the completion must be a message with the role assistant, got {brief(message)}")
-    to_prompt({"prompt": [*before, message]}, tokenizer, template_kwargs)  # refuses a message that is none
+    to_prompt({"prompt": [*before, message]}, tokenizer, template_kwargs)  # validates the message
     if not message.get("content") and not message.get("tool_calls"):
-        raise ValueError("the completion is empty; leave out rows that teach nothing")
+        raise ValueError("the completion is empty; remove the row")
     start = tokenizer.apply_chat_template(before, add_generation_prompt=True, tokenize=False, **template_kwargs)
     whole = tokenizer.apply_chat_template([*before, message], tokenize=False, **template_kwargs)
     if not whole.startswith(start):
         raise ValueError(
-            f"the chat template writes the conversation before {shortened([message])} otherwise where the answer "
-            "follows, so prompt and completion cannot be told apart; give them as text"
+            f"the chat template changes the conversation before {shortened([message])} when the answer follows, so "
+            "prompt and completion cannot be separated; pass them as strings"
         )
     return whole[len(start) :]

@@ -1,7 +1,7 @@
-"""The records that cross stages: a `Prompt`, the `Sample`s that are drawn for it, and the `Batch` of an update.
+"""The records passed between stages: a `Prompt`, the `Sample`s drawn for it, and the `Batch` of an update.
 
-A stage adds its results to a sample by `dataclasses.replace`, and changes no record in place. A batch packs the samples
-of a micro-batch into one sequence of tokens without padding.
+A stage adds its results to a sample with `dataclasses.replace`; records are never changed in place. A batch packs the
+samples of a micro-batch into one sequence of tokens without padding.
 
 Shapes: T tokens of a completion, S samples of a batch, N its packed tokens (of prompts and completions), M its
 completion tokens.
@@ -19,23 +19,23 @@ from fastgrpo.loss.inputs import to_device
 
 
 class Stateful(Protocol):
-    """A part of a run whose state a checkpoint keeps, in the form that torch.distributed.checkpoint takes."""
+    """A component whose state is saved in checkpoints, with the interface of torch.distributed.checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: tensors, numbers and text in nested dicts and lists."""
+        """Return the state: tensors, numbers and strings in nested dicts and lists."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state."""
+        """Restore a state."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as it enters the rollout.
+    """A tokenized prompt, the input of the rollout.
 
     Attributes:
-        ids: Its token ids.
-        prompt: What reward functions see: a string, or a list of messages.
-        columns: The other columns of its data row, which reward functions get by name.
+        ids: Token ids.
+        prompt: The prompt as reward functions get it: a string, or a list of messages.
+        columns: The other columns of the data row, which reward functions get by name.
     """
 
     ids: list[int]
@@ -47,34 +47,34 @@ class Prompt:
 class Sample:
     """One completion of a prompt, from the draw to its line in samples.jsonl. Per-token tensors are [T], T = len(ids).
 
-    The rollout gives ids, log-probs and finish_reason; judging adds text and rewards, then advantages are added; an
+    The rollout sets ids, log-probs and finish_reason. Rewards add text and rewards, then advantages are added. An
     update adds the rest for the samples that it trains on.
 
     Attributes:
         prompt_ids: Token ids of the prompt.
-        ids: [T] token ids of the completion, the stop token included.
-        advantage: The factor of its policy gradient; where its tokens have factors of their own, their mean.
-        logps: fp32 log-probs of the draws, in nats, under the full softmax at the sampling temperature.
-        sampler_logps: fp32 log-probs under the distribution that was drawn from, which filters and penalties change.
-        finish_reason: "stop" where a stop token ended it, "length" where it reached its limit.
-        prompt: What reward functions see of the prompt: a string, or a list of messages.
+        ids: [T] token ids of the completion, including the stop token.
+        advantage: The advantage, or the mean of `token_advantages`.
+        logps: fp32 log-probs of the drawn tokens, in nats, under the full softmax at the sampling temperature.
+        sampler_logps: fp32 log-probs under the sampling distribution, after filters and penalties.
+        finish_reason: "stop" after a stop token, "length" at the length limit.
+        prompt: The prompt as reward functions get it: a string, or a list of messages.
         columns: The other columns of the prompt's data row, which reward functions get by name.
-        content: What reward functions see: a string, or a list with one message where the prompt is a list.
-        rewards: The verdict of each reward function by name; NaN where a function gave none.
-        extras: Further columns of samples.jsonl, as reward functions logged them.
-        steps: The step rewards of each function that logged some, by its name: pairs of the end of a step (the number
-            of tokens up to there) and the step's reward.
-        trained: Whether a step of GRPO trains on it; dynamic sampling draws groups that no step trains on.
-        token_advantages: fp32 factor of each token, where step rewards made them; None where all have `advantage`.
-        masked: Whether its tokens are left out of the loss.
+        content: The completion as reward functions get it: a string, or a list of one message if the prompt is a list.
+        rewards: Reward of each reward function by name; NaN if it returned None.
+        extras: Further columns of samples.jsonl, logged by reward functions.
+        steps: Step rewards by the name of the function that logged them: pairs (end, reward), where end is the number
+            of tokens up to the end of the step.
+        trained: Whether a step of GRPO trains on it. Dynamic sampling also draws groups that no step trains on.
+        token_advantages: fp32 advantage of each token, from step rewards; None if all tokens have `advantage`.
+        masked: Whether its tokens are excluded from the loss.
         weights: fp32 weight w_n of each token over the whole update.
-        old_logps: fp32 log-probs under the policy that drew it; None on a rollout's first update, whose ratio is 1.
-        ref_logps: fp32 log-probs under the reference; None without one.
-        counted: 1 for the tokens whose surrogate counts and 0 for the others; None where all of them count.
-        entropy_weights: fp32 weight e_n of each token in the entropy bonus; None where it is that of the objective.
-        ratios: fp32 ratio of each token's probability to that by which it was drawn, as the last update saw it; None
-            where its tokens had none, as in the first update of a rollout.
-        clipped: bool, the tokens whose ratio the last update clipped; None where there are no ratios.
+        old_logps: fp32 log-probs under the policy that drew it; None in a rollout's first update, whose ratio is 1.
+        ref_logps: fp32 log-probs under the reference, or None without a reference.
+        counted: 1 for tokens whose surrogate is in the loss, 0 for the others; None if all are in the loss.
+        entropy_weights: fp32 weight e_n of each token in the entropy bonus; None for the objective's own weight.
+        ratios: fp32 ratio of each token in the last update: its probability over its probability when drawn. None
+            without ratios, as in a rollout's first update.
+        clipped: bool, the tokens whose ratio the last update clipped; None without ratios.
     """
 
     prompt_ids: list[int]
@@ -105,17 +105,17 @@ class Sample:
 
     @property
     def truncated(self) -> bool:
-        """Whether the completion was cut off at its limit."""
+        """Whether the completion reached the length limit."""
         return self.finish_reason == "length"
 
     @property
     def informative(self) -> bool:
-        """Whether it, or one of its tokens, has an advantage that is not 0."""
+        """Whether its advantage, or the advantage of one of its tokens, is not 0."""
         return self.advantage != 0 if self.token_advantages is None else bool((self.token_advantages != 0).any())
 
 
 def with_text(sample: Sample, prompt: Prompt, tokenizer: Any) -> Sample:
-    """Add the text of a drawn sample, and what reward functions see of its prompt."""
+    """Add the text of a drawn sample, and the prompt and columns that reward functions get."""
     text = tokenizer.decode(sample.ids, skip_special_tokens=True)
     content = text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]
     return dataclasses.replace(sample, prompt=prompt.prompt, columns=prompt.columns, content=content)
@@ -123,25 +123,25 @@ def with_text(sample: Sample, prompt: Prompt, tokenizer: Any) -> Sample:
 
 @dataclass(frozen=True)
 class Batch:
-    """A packed micro-batch on the device, with its tokens in the order that `PackedAttention` expects.
+    """A packed micro-batch on the device, with its tokens in the order of `PackedAttention`.
 
     Attributes:
         input_ids: [N] int64.
         position_ids: [N] int64.
         lengths: Tokens of each packed sequence, on the host; they add up to N.
-        branches: The lengths in tokens of the branches of each prompt that several samples share, on the host.
-        rows: [M] int64. Index among the N tokens of the hidden state that predicts each completion token. Samples that
-            share a prompt share the state that predicts their first tokens.
+        branches: For each prompt that several samples share, the lengths of its branches in tokens, on the host.
+        rows: [M] int64. Index of the hidden state, among the N tokens, that predicts each completion token. Samples
+            that share a prompt share the state that predicts their first tokens.
         targets: [M] int64 completion tokens.
-        cu_seqlens: [S+1] int64 on the host. Where each sample begins among the M completion tokens, and where the last
-            one ends.
-        advantages: [S] fp32, or [M] where tokens have advantages of their own, or the surrogates of some do not count.
+        cu_seqlens: [S+1] int64 on the host. Start of each sample among the M completion tokens, and the end of the
+            last one.
+        advantages: [S] fp32, or [M] if they differ between the tokens of a sample.
         weights: [M] fp32 weights of the tokens in the objective, or None.
         entropy_weights: [M] fp32 weights of the tokens in the entropy bonus, or None.
         old_logps: [M] fp32 log-probs under the policy before the update, or None.
         ref_logps: [M] fp32 log-probs under the reference, or None.
-        sampler_logps: [M] fp32 log-probs under the distribution that drew the tokens, or None.
-        rollout_logps: [M] fp32 log-probs under the policy, as the rollout measured them, or None.
+        sampler_logps: [M] fp32 log-probs under the sampling distribution, or None.
+        rollout_logps: [M] fp32 log-probs under the policy, computed by the rollout, or None.
     """
 
     input_ids: torch.Tensor
@@ -161,7 +161,7 @@ class Batch:
 
     @classmethod
     def pack(cls, samples: Sequence[Sample], device: torch.device | str, share_prompt: bool = True) -> "Batch":
-        """Pack samples side by side."""
+        """Pack samples."""
         layout = _Packing(prompt_groups(samples, share_prompt))
         counts = [len(sample.ids) for sample in samples]
 
@@ -198,10 +198,10 @@ class Batch:
 
 
 class _Packing:
-    """The order of a batch's tokens, made from groups of samples that share a prompt.
+    """The order of a batch's tokens, from groups of samples that share a prompt.
 
-    The hidden state at position p predicts the token at p + 1. The first completion token is therefore predicted by the
-    state of the last prompt token, and the last completion token is no input, because it predicts nothing.
+    The hidden state at position p predicts the token at p + 1. So the last prompt token predicts the first completion
+    token, and the last completion token is not an input.
     """
 
     def __init__(self, groups):
@@ -214,7 +214,7 @@ class _Packing:
             prompt = len(groups[i][0].prompt_ids)
             rows[i] = [[ends[i], *self._put(sample.ids[:-1], prompt)] for sample in groups[i]]
         for i in set(range(len(groups))) - set(shared):
-            # The group is one sequence, because at most one of its samples has inputs of its own.
+            # At most one sample of the group has completion inputs, so the group is one sequence.
             longest = max((sample.ids for sample in groups[i]), key=len)
             prompt = groups[i][0].prompt_ids
             inputs = self._put(prompt + longest[:-1], 0)[len(prompt) - 1 :]
@@ -222,7 +222,7 @@ class _Packing:
         self.rows = [row for i in range(len(groups)) for of_sample in rows[i] for row in of_sample]
 
     def _put(self, tokens, position):
-        """Append a sequence that starts at this position; returns the indices of its tokens in the pack."""
+        """Append a sequence that starts at this position, and return the indices of its tokens in the pack."""
         rows = range(len(self.ids), len(self.ids) + len(tokens))
         self.ids += tokens
         self.positions += range(position, position + len(tokens))
@@ -232,7 +232,7 @@ class _Packing:
 
 
 def prompt_groups(samples: Sequence[Sample], share_prompt: bool = True) -> list[list[Sample]]:
-    """Split samples into runs of neighbours that have the same prompt."""
+    """Group adjacent samples with the same prompt."""
     groups = []
     for sample in samples:
         if share_prompt and groups and groups[-1][0].prompt_ids == sample.prompt_ids:
@@ -244,13 +244,13 @@ def prompt_groups(samples: Sequence[Sample], share_prompt: bool = True) -> list[
 
 @dataclass
 class TrainerState:
-    """How far a run has come. Reward functions get it as `trainer_state`.
+    """Progress of a run. Reward functions get it as `trainer_state`.
 
     Attributes:
         global_step: Steps done.
         max_steps: Steps of the whole run.
         epoch: Passes over the training rows so far.
-        max_completion_length: The limit of a completion, in tokens.
+        max_completion_length: Length limit of a completion, in tokens.
         num_tokens: Prompt and completion tokens drawn so far.
         evaluated_at: The step of the last evaluation, or None.
         accuracy_before: Held-out accuracy before the first step, or None.
@@ -258,12 +258,12 @@ class TrainerState:
         best_metric: The best value of metric_for_best_model so far, or None.
         best_global_step: The step at which it was measured, or None.
         best_model_checkpoint: The path of the checkpoint of that step, or None.
-        stateful_callbacks: What callbacks have to keep, by the name of their class.
-        log_history: The logged metrics, a dict for each line. A copy of the state is another list of the same dicts.
+        stateful_callbacks: State of callbacks, by the name of their class.
+        log_history: The logged metrics, one dict per line. A copy of the state has a new list of the same dicts.
         logging_steps: Steps between two lines.
         eval_steps: Steps between two evaluations; 0 for none.
         save_steps: Steps between two checkpoints.
-        num_train_epochs: Passes over the training rows that were asked for.
+        num_train_epochs: Passes over the training rows in the whole run.
         is_world_process_zero: Whether this is rank 0.
         is_local_process_zero: The same.
     """
@@ -291,19 +291,19 @@ class TrainerState:
     def count(self, rows: int, tokens: int, of: int) -> None:
         """Add the rows and tokens of a step. `of` is the number of rows in an epoch."""
         self.num_tokens += tokens
-        rows += round(self.epoch * of)  # in whole rows, so that no rounding adds up
+        rows += round(self.epoch * of)  # whole rows, so that rounding errors do not add up
         self.epoch = rows / of
 
     def __deepcopy__(self, memo: dict) -> "TrainerState":
-        """Copy the state for a reward function. The history may have many thousand dicts, which are not copied."""
+        """Copy the state for a reward function, without copying the dicts of the history."""
         return dataclasses.replace(self, log_history=list(self.log_history))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: how far the run is. Settings and the log are kept elsewhere."""
+        """Return the progress, for a checkpoint. Settings and log are saved elsewhere."""
         return {name: getattr(self, name) for name in _PROGRESS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, except `max_steps`, which the settings of the resumed run decide."""
+        """Restore a state, except `max_steps`, which comes from the settings of the resumed run."""
         for name in _PROGRESS:
             if name != "max_steps":
                 setattr(self, name, state[name])

@@ -1,4 +1,4 @@
-"""Rows of data that know where each came from, so that errors name file and line; and loading them by name."""
+"""Data rows with their locations, so that errors name file and line; and loading them by name."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,11 +13,11 @@ Result = TypeVar("Result")
 
 
 class Rows(Sequence):
-    """Rows, which are neither copied nor changed, and the place of each.
+    """Rows, neither copied nor changed, and the location of each.
 
     Args:
-        rows: What has a length and gives a row, a dict, for each index.
-        where: A function that says where the row of an index came from, such as train.jsonl:17.
+        rows: A sequence of dicts.
+        where: Maps an index to the location of its row, such as train.jsonl:17.
     """
 
     def __init__(self, rows: Sequence[dict], where: Callable[[int], str]):
@@ -29,20 +29,20 @@ class Rows(Sequence):
     def __getitem__(self, index):
         return self.rows[index]
 
-    def __iter__(self):  # not by index, one after the other, which is slow in a datasets.Dataset
+    def __iter__(self):  # indexing a datasets.Dataset row by row is slow
         return (row for _, row in zip(range(len(self)), self.rows, strict=False))
 
     def each(self, function: Callable[[dict], Result]) -> Iterator[Result]:
-        """Apply a function to every row. Faults of rows are told here, and nowhere else.
+        """Apply a function to every row, and name the row in its errors.
 
         Args:
-            function: A function of one row, which raises ValueError where the row cannot be used.
+            function: A function of one row. It raises ValueError for an invalid row.
 
         Yields:
-            What the function returned for each row.
+            The results, in order.
 
         Raises:
-            ValueError: The function raised it; the place of the row is put before what it said.
+            ValueError: The function raised it. The message is prefixed with the location of the row.
         """
         for index, row in enumerate(self):
             try:
@@ -52,24 +52,24 @@ class Rows(Sequence):
             yield result
 
     def map(self, function: Callable[[dict], dict]) -> Self:
-        """Make new rows of these, with the same places. Errors of `function` are told as in `each`."""
+        """Return new rows with the same locations. Errors of `function` are reported as in `each`."""
         return type(self)(list(self.each(function)), self.where)
 
     def head(self, count: int | None) -> Self:
-        """Return the first `count` rows; None for all."""
+        """Return the first `count` rows, or all if None."""
         if count is None or count >= len(self):
             return self
         return type(self)([self.rows[index] for index in range(count)], self.where)
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """Put rows one after the other."""
+    """Concatenate rows."""
     places = [(part, index) for part in parts for index in range(len(part))]
     return Rows([row for part in parts for row in part], lambda n: places[n][0].where(places[n][1]))
 
 
 def as_rows(data: Any, name: str, limit: int | None = None, setting: str = "a list in its place") -> Rows:
-    """Return the `Rows` of a data set that a person gave from Python, or refuse it by name."""
+    """Convert a data set given in Python to `Rows`. Raise a ValueError that names it if it cannot be read."""
     if isinstance(data, Rows):
         return data
     if isinstance(data, (str, PathLike)):
@@ -82,8 +82,8 @@ def as_rows(data: Any, name: str, limit: int | None = None, setting: str = "a li
     elif isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__len__")):
         if limit is not None:
             return _numbered(list(islice(data, limit)), name)
-        remedy = f"it may have no end, so pass {setting}"
-    elif hasattr(data, "iloc") and hasattr(data, "columns"):  # as pandas.DataFrame, which is not imported here
+        remedy = f"it may be infinite, so pass {setting}"
+    elif hasattr(data, "iloc") and hasattr(data, "columns"):  # a pandas.DataFrame, without importing pandas
         return _numbered(_plain(data.to_dict("records")), name)
     elif hasattr(data, "__getitem__") and hasattr(data, "__len__") and not hasattr(data, "iloc"):
         return _numbered(data, name)
@@ -96,12 +96,12 @@ def as_rows(data: Any, name: str, limit: int | None = None, setting: str = "a li
 
 
 def _numbered(rows, name):
-    """Return rows whose places are a name and their index."""
+    """Return rows with a name and their index as locations."""
     return Rows(rows, lambda index: f"{name} row {index}")
 
 
 def _plain(value):
-    """Turn the arrays and numbers of NumPy in nested values into Python's own lists and numbers."""
+    """Convert NumPy arrays and scalars in nested values to Python lists and numbers."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, dict):
@@ -121,11 +121,11 @@ def load_rows(name: str, config: str | None = None, split: str = "train", column
         columns: Names that every row must have.
 
     Returns:
-        The rows, which know their file and line, or None where there is no such split.
+        The rows with their locations, or None if there is no such split.
 
     Raises:
         ValueError: There is no such data set, it is not a file, it has no rows, or a row is not a JSON object with
-            these columns; file and line are named.
+            these columns. The message names file and line.
     """
     path = Path(name)
     if path.is_dir():
@@ -141,7 +141,7 @@ def load_rows(name: str, config: str | None = None, split: str = "train", column
         return _load_from_hub(name, config, split, columns)
     if not path.exists():
         return None
-    if not path.is_file():  # to open a pipe would wait for its writer
+    if not path.is_file():  # opening a pipe would block
         kind = "folder" if path.is_dir() else "pipe or a device"
         raise ValueError(f"{path} is a {kind}; write the rows to a file, one JSON object a line")
     rows = read_jsonl(path, columns)
@@ -170,7 +170,7 @@ def _load_from_hub(name, config, split, columns):
 
 
 def read_jsonl(path: Path, columns: Sequence[str] = ()) -> Rows:
-    """Read a file of one JSON object a line; empty lines are passed over."""
+    """Read a file with one JSON object per line; empty lines are skipped."""
     rows, numbers = [], []
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -182,8 +182,8 @@ def read_jsonl(path: Path, columns: Sequence[str] = ()) -> Rows:
                 continue
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError) as error:  # Python limits the digits of a number and the depth of lists
-                raise ValueError(f"{path}:{number}: not JSON that can be read: {error}") from None
+            except (ValueError, RecursionError) as error:  # Python limits the digits of a number and the nesting
+                raise ValueError(f"{path}:{number}: invalid JSON: {error}") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{path}:{number}: a row must be a JSON object, got {type(row).__name__}")
             for column in columns:

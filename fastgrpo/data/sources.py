@@ -1,4 +1,4 @@
-"""Where training rows come from: shuffled epochs or the levels of a curriculum, each with a cursor to save."""
+"""Sources of training rows: shuffled epochs, or the levels of a curriculum. Their position is saved in checkpoints."""
 
 import random
 from collections.abc import Sequence
@@ -11,13 +11,12 @@ from fastgrpo.data.rows import Rows, as_rows, joined
 
 @runtime_checkable
 class Source(Stateful, Protocol):
-    """What a trainer draws rows from. A row is a dict with a `prompt` and the columns that the rewards need.
+    """Source of a trainer's rows. A row is a dict with a `prompt` and the columns that the rewards need.
 
-    Its `state_dict` holds nothing but values that JSON can hold. A class that inherits from `Source` need not define
-    `observe` and `metrics`.
+    Its `state_dict` must be JSON-serializable. Subclasses of `Source` need not define `observe` and `metrics`.
 
     Attributes:
-        rows: Every row that may be drawn; each is looked at before the first step.
+        rows: All rows that may be drawn. They are validated before the first step.
     """
 
     rows: Sequence[dict]
@@ -29,10 +28,10 @@ class Source(Stateful, Protocol):
         """Draw the next `count` rows."""
 
     def observe(self, accuracy: float) -> str | None:
-        """Take note of the accuracy of a step.
+        """Receive the accuracy of a step.
 
         Args:
-            accuracy: The share of the step's completions that were right.
+            accuracy: Share of the step's completions that are correct.
 
         Returns:
             A message for the user, or None.
@@ -40,30 +39,30 @@ class Source(Stateful, Protocol):
         return None
 
     def metrics(self) -> dict[str, float]:
-        """Return the source's own metrics for metrics.jsonl, by name."""
+        """Return metrics of the source for metrics.jsonl, by name."""
         return {}
 
 
 def as_source(data: Any, *, seed: int, shuffle: bool, needed: int | None = None) -> Source:
-    """Return a `Source` for training data that may be rows or already a `Source`."""
+    """Return a `Source` of the training data: rows or a `Source`."""
     if isinstance(data, Source):
         if not len(data):
             raise ValueError("train_dataset has no rows: its len() is 0")
         return data
-    rows = as_rows(data, "train_dataset", needed, "max_steps, which says how many rows the run can need")
+    rows = as_rows(data, "train_dataset", needed, "max_steps, which limits the rows that are read")
     return ShuffledRows(rows, seed=seed, shuffle=shuffle)
 
 
 class ShuffledRows:
-    """A source that passes over its rows in epochs, each in a new random order.
+    """A source that draws its rows in epochs, each in a new random order.
 
     Args:
-        rows: The rows: a list of dicts, a datasets.Dataset, a pandas.DataFrame.
-        seed: Decides the order of every epoch.
-        shuffle: Whether to shuffle at all.
+        rows: A list of dicts, a datasets.Dataset, or a pandas.DataFrame.
+        seed: Seed of the order of every epoch.
+        shuffle: Whether to shuffle.
 
     Raises:
-        ValueError: There are no rows, or they are not of such a type.
+        ValueError: There are no rows, or their type is not supported.
     """
 
     def __init__(self, rows: Sequence[dict], *, seed: int = 0, shuffle: bool = True):
@@ -83,7 +82,7 @@ class ShuffledRows:
         return [self.rows[self._order(n // len(self.rows))[n % len(self.rows)]] for n in range(start, self.drawn)]
 
     def _order(self, epoch):
-        """Return the indices of the rows in the order of an epoch. The order of the latest epoch is cached."""
+        """Return the indices of the rows in the order of an epoch. The latest order is cached."""
         if self._cached[0] != epoch:
             order = list(range(len(self.rows)))
             if self.shuffle:
@@ -92,7 +91,7 @@ class ShuffledRows:
         return self._cached[1]
 
     def observe(self, accuracy: float) -> None:
-        """Ignore the accuracy, which does not change the order of the rows."""
+        """Ignore the accuracy."""
 
     def metrics(self) -> dict[str, float]:
         """Return no metrics."""
@@ -109,13 +108,13 @@ class ShuffledRows:
 
 @dataclass(frozen=True)
 class Level:
-    """A stage of a curriculum. The last level is never left.
+    """A level of a curriculum. The last level never ends.
 
     Attributes:
-        name: The name that is printed when the curriculum moves on to the level.
-        source: The rows that are drawn during the level.
-        until_accuracy: The level ends when the mean accuracy of `Curriculum.WINDOW` steps reaches this value. None
-            sets no such end.
+        name: Printed when the curriculum moves on to the level.
+        source: The rows of the level.
+        until_accuracy: The level ends when the mean accuracy of `Curriculum.WINDOW` steps reaches this value. If None,
+            it never ends.
     """
 
     name: str
@@ -154,7 +153,7 @@ class Curriculum:
         return self.levels[self.level].source.take(count)
 
     def observe(self, accuracy: float) -> str | None:
-        """Count a step on the current level; where the level is done, move on and return a message."""
+        """Add the accuracy of a step. If the level is complete, move on to the next one and return a message."""
         level = self.levels[self.level]
         self.recent = [*self.recent, accuracy][-self.WINDOW :]
         able = (
@@ -172,7 +171,7 @@ class Curriculum:
         return {"curriculum/level": self.level}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current level, what was observed on it, and the state of each level's source."""
+        """Return the current level, its recent accuracies, and the state of each level's source."""
         return {
             "level": self.level,
             "recent": self.recent,

@@ -1,4 +1,4 @@
-"""Which characters of a completion's text come from which token."""
+"""Maps the tokens of a completion to the characters of its text."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-HALF = "\ufffd"  # what a decoder writes for a character whose other bytes are in later tokens
+HALF = "\ufffd"  # decoders write it for an incomplete character
 
 
 class TokenText:
-    """Finds where tokens end in the text that they decode to without special tokens.
+    """Finds the end of each token in the decoded text, without special tokens.
 
-    The text of most tokens does not depend on their neighbours. So each id is decoded alone, once, and the pieces are
-    compared with the whole text. Where they differ (a character of several tokens, a space that a decoder leaves out at
-    the beginning), each token is decoded once more with few tokens before it.
+    The text of most tokens does not depend on their neighbours. So each id is decoded separately, once, and the pieces
+    are compared with the whole text. If they differ (a character of several tokens, a dropped leading space), each
+    token is decoded again after a few preceding tokens.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -29,9 +29,9 @@ class TokenText:
             ids: [T] token ids.
 
         Returns:
-            [T] the number of characters up to the end of each token, never falling. A token that shows nothing, such as
-            a stop token, or one that begins a character which a later token ends, has the end of the one before it. The
-            last one has the length of the text.
+            [T] the number of characters up to the end of each token, non-decreasing. A token without text, such as a
+            stop token or the first bytes of a character, has the end of the token before it. The last token has the
+            length of the text.
         """
         if not len(ids):
             return []
@@ -44,11 +44,11 @@ class TokenText:
         return ends
 
     def counts(self, ids: Sequence[int], ends: Sequence[int]) -> list[int]:
-        """Find the tokens at which parts of the text end.
+        """Return the number of tokens up to the end of each part of the text.
 
         Args:
             ids: [T] token ids.
-            ends: Rising numbers of characters up to the end of each part.
+            ends: Number of characters up to the end of each part, increasing.
         """
         of_tokens = self.ends(ids)
         length = of_tokens[-1] if of_tokens else 0
@@ -58,17 +58,17 @@ class TokenText:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def _piece(self, token):
-        """Decode one token, which is done once for each id."""
+        """Decode one token, with a cache."""
         piece = self.pieces.get(token)
         if piece is None:
             piece = self.pieces[token] = self._decode([token])
         return piece
 
     def _with_neighbours(self, ids):
-        """Decode each token behind the tokens of the characters before it: what is new in the text is the token's.
+        """Decode each token after a few preceding ones: the new text is the token's.
 
-        The window begins at `first`, a token that ended a character, and the text of the tokens from there up to `done`
-        is known. (vLLM and text-generation-inference write text while it is drawn in this way.)
+        The window begins at `first`, after a complete character. The text of the tokens from `first` to `done` is
+        known. (vLLM and text-generation-inference detokenize a stream in this way.)
         """
         ends, end, first, done = [], 0, 0, 0
         for i in range(len(ids)):

@@ -1,13 +1,13 @@
 """Chooses the backend of a loss, and checks the first use of each kernel.
 
-`select` is the one place that chooses between a kernel and its plain PyTorch twin. No test of ours can cover every GPU,
-driver and compiler. So each variant of a kernel (its dtype, its options, the shape of the head) is compared with plain
-PyTorch on the first rows of its first call. If it does not compile, does not fit the GPU, or disagrees, one warning
-says so, and plain PyTorch computes from then on. The environment variable FASTGRPO_SELF_CHECK chooses: 1 (the default
-on GPUs), 0 (never), raise (an error instead of the warning). In Triton's interpreter, on a CPU, the default is 0.
+`select` chooses between a kernel and its plain PyTorch twin. Tests cannot cover every GPU, driver and compiler. So each
+variant of a kernel (dtype, options, shape of the head) is compared with plain PyTorch on the first rows of its first
+call. If it does not compile, does not fit the GPU, or disagrees, a warning is logged once, and plain PyTorch is used
+from then on. The environment variable FASTGRPO_SELF_CHECK sets this check: 1 (default on GPUs), 0 (off), or raise (an
+error instead of the warning). In Triton's interpreter, on a CPU, the default is 0.
 
-The gradients of weight and bias are not compared: they are PyTorch's own products of the exponentials that also make
-the gradient of the hidden states, which is compared.
+The gradients of weight and bias are not compared. They are PyTorch's own products of the same exponentials as the
+gradient of the hidden states, which is compared.
 
 Shapes: N rows of hidden states, logits or log-probs (tokens), M <= N kept ones, m rows of the sample.
 """
@@ -33,12 +33,12 @@ logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "chunked", "triton")
 VARIABLE = "FASTGRPO_SELF_CHECK"
-ROWS, MOST_ROWS = 256, 4096  # rows of a sample; at most, where it must hold whole sequences
-# What the two paths may differ by: log-probs and entropies by this much, and by this share of themselves; gradients by
-# this share of their norm. Rounding E to bf16 costs 2e-3 of a gradient, and rounding the gradient itself as much again.
+ROWS, MOST_ROWS = 256, 4096  # rows of a sample; its maximum if it must hold whole sequences
+# Tolerances: absolute and relative for log-probs and entropies, and relative to the norm for gradients. Rounding E to
+# bf16 changes a gradient by 2e-3 of its norm, and rounding the gradient itself by as much again.
 VALUES, GRADIENTS = 5e-4, 1e-2
-TF32 = 20  # how many times more, where products of fp32 may be rounded to TF32
-OUTLIERS = 100  # one row of so many may differ, such as a ratio that rounds to the other side of the clip range
+TF32 = 20  # factor of the tolerances if fp32 products may be rounded to TF32
+OUTLIERS = 100  # one row in 100 may differ, such as a ratio that rounds to the other side of the clip range
 REPORT = "Please report this line together with what `python -m fastgrpo.doctor --check` prints."
 
 _verdicts = {}  # (kernel, device, variant) -> whether it is trusted
@@ -48,11 +48,11 @@ Loss = tuple[torch.Tensor | None, dict[str, torch.Tensor | None]]
 
 
 class Unchecked(Exception):
-    """Says why a kernel could not be checked, although nothing speaks against it."""
+    """The check of a kernel could not run. The kernel itself may be correct."""
 
 
 def choose_backend(backend: str, only_chunked: str = "", **tensors: torch.Tensor) -> str:
-    """Return "triton" or "chunked". `only_chunked` names an option of the call that Triton does not compute."""
+    """Return "triton" or "chunked". `only_chunked` names an option that Triton does not support, or is ""."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     dtypes = {tensor.dtype for tensor in tensors.values()}
@@ -80,15 +80,15 @@ def _log_choice(backend, why):
 
 
 def _fits(tensor, is_head):
-    """Tell whether the Triton kernels take a tensor of this device and dtype."""
+    """Return whether the Triton kernels support this device and dtype."""
     dtypes = launch.HEAD_DTYPES if is_head else launch.DTYPES
     return tensor.is_cuda and tensor.dtype in dtypes and launch.runs_on(tensor.device)
 
 
 def cast_for_autocast(backend: str, hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast hidden states and head to the dtype of torch.autocast where it is on, as nn.Linear would.
+    """Cast hidden states and head to the dtype of torch.autocast if it is enabled, as nn.Linear does.
 
-    The chunked path computes in fp32 anyway, so it takes the tensors as they are. fp64 tensors stay too.
+    The chunked path computes in fp32, so its tensors are not cast. fp64 tensors are not cast either.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -100,7 +100,7 @@ def cast_for_autocast(backend: str, hidden: torch.Tensor, weight: torch.Tensor) 
 
 
 def compacts(compact: str | None, backend: str, tokens: torch.Tensor) -> bool:
-    """Tell whether the host finds out which rows carry gradient. On a GPU it must wait for the device."""
+    """Return whether the host computes which rows carry gradient. On a GPU this is a sync."""
     if compact not in (None, "sync"):
         raise ValueError(f"compact must be None or 'sync', got {compact!r}")
     return compact == "sync" or backend == "chunked" or tokens.device.type == "cpu"
@@ -111,12 +111,12 @@ def select(
     rows: PolicyRows, head: Sequence[torch.Tensor | None] = (), objective: Objective | None = None, *,
     by_name: bool = False, check: bool = True, **options: Any,
 ) -> tuple[Callable[..., Loss], PolicyRows]:  # fmt: skip
-    """Choose the kernel of an operation if the self-check trusts it, else plain PyTorch.
+    """Choose the kernel of an operation if it passes the self-check, else plain PyTorch.
 
     `kernel` and `plain` map (states, rows, *head) to the loss and the values of the kept rows. The states are hidden
-    states [N, D], logits [N, V] or log-probs [N]. With `by_name` the caller asked for "triton", so that a failed check
-    is an error. Ranks that share a vocabulary do not `check`, because they would have to fail together. `options` name
-    what else the kernel is compiled for. Returns the choice, and the rows that it is to compute.
+    states [N, D], logits [N, V] or log-probs [N]. `by_name` means that the caller passed "triton": a failed check then
+    raises. Ranks that shard a vocabulary pass check=False, because they would have to fail together. `options` are
+    further compile-time options of the kernel. Returns the chosen function and its rows.
     """
     if backend == "triton" and check and len(rows.targets) and not torch.compiler.is_compiling():
         gradient = any(needed(states, *head))
@@ -138,14 +138,14 @@ def select(
             sample, few = sample_of(states, rows)
             return difference(lambda x: kernel(x, few, *frozen), lambda x: plain(x, few, *frozen), sample, gradient)
 
-        remedy = 'backend="auto" goes on without it.' if by_name else None
+        remedy = 'Use backend="auto" to continue without it.' if by_name else None
         if not trusted(name, states.device, variant, compare, remedy):
             backend, rows = "chunked", _compacted(rows)
     return kernel if backend == "triton" else plain, rows
 
 
 def _compacted(rows):
-    """Drop the rows without gradient, which stand at the end. The host waits for their number."""
+    """Drop the rows without gradient, which are last. Their number costs a sync."""
     if rows.active is None:
         return rows
     return rows.cut(slice(0, int(rows.active.sum())), slice(0, -1))._replace(active=None)
@@ -155,10 +155,10 @@ def trusted(
     kernel: str, device: torch.device, variant: dict[str, Any], compare: Callable[[], str | None],
     remedy: str | None = None,
 ) -> bool:  # fmt: skip
-    """Tell whether to use a kernel. `compare` checks a new variant, and returns what is wrong with it, or None.
+    """Return whether to use a kernel. `compare` checks a new variant and returns its problem, or None.
 
-    With a `remedy`, a failure is an error that names it. While a CUDA graph is recorded or torch.compile traces, the
-    kernel is taken unchecked.
+    With a `remedy`, a failure raises an error that ends with it. A kernel is not checked while a CUDA graph is captured
+    or torch.compile traces.
     """
     if torch.compiler.is_compiling():
         return True
@@ -176,13 +176,13 @@ def trusted(
         message = f"the kernel of {kernel} failed its check on {launch.describe(device)} ({options}): {problem}."
         if remedy or level == "raise":
             raise RuntimeError(" ".join(filter(None, (message, remedy, REPORT))))
-        logger.warning("%s Plain PyTorch computes it from now on, which is slower. %s", message, REPORT)
+        logger.warning("%s Plain PyTorch is used from now on, which is slower. %s", message, REPORT)
     _verdicts[key] = problem is None
     return _verdicts[key]
 
 
 def _problem(kernel, device, compare):
-    """Run the comparison; returns None, or what is wrong with the kernel."""
+    """Run the comparison and return the problem of the kernel, or None."""
     try:
         with _alone(device):
             return compare()
@@ -196,7 +196,7 @@ def _problem(kernel, device, compare):
 
 @contextmanager
 def _alone(device: torch.device) -> Iterator[None]:
-    """Shield the comparison from inference mode, no_grad, checkpointing hooks, and torch's sync debug mode."""
+    """Run the comparison without inference mode, no_grad, checkpointing hooks and torch's sync debug mode."""
     alarm = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
     if alarm:
         torch.cuda.set_sync_debug_mode(0)
@@ -213,15 +213,15 @@ def _alone(device: torch.device) -> Iterator[None]:
 
 
 def _check_context(device, error):
-    """Raise if a failed kernel has broken the CUDA context: nothing can run on the GPU then."""
+    """Raise if a failed kernel has broken the CUDA context, which makes the GPU unusable in this process."""
     if device.type != "cuda":
         return
     try:
         torch.cuda.synchronize(device)
     except RuntimeError:
         raise RuntimeError(
-            "a kernel of fastgrpo broke the CUDA context in its first use; `python -m fastgrpo.doctor --check` finds "
-            'it, and backend="chunked" goes without all of them'
+            "a kernel of fastgrpo broke the CUDA context in its first use; find it with `python -m fastgrpo.doctor "
+            '--check`, or use backend="chunked", which runs no kernels'
         ) from error
 
 
@@ -230,9 +230,9 @@ def _first_line(error):
 
 
 def sample_of(states: torch.Tensor, kept: PolicyRows) -> tuple[torch.Tensor, PolicyRows]:
-    """Take the first kept rows of a call: `ROWS` of them, or whole sequences where the objective reads these.
+    """Take the first kept rows of a call: `ROWS` of them, or whole sequences if the objective needs these.
 
-    Every row gets a gradient, so that all can be compared: its weight is 1 and its advantage 1 or -1.
+    Every row gets weight 1 and advantage 1 or -1, so that it has a gradient to compare.
 
     Args:
         states: [N, D] hidden states, [N, V] logits or [N] log-probs.
@@ -264,7 +264,7 @@ def sample_of(states: torch.Tensor, kept: PolicyRows) -> tuple[torch.Tensor, Pol
 def difference(
     fused: Callable[[torch.Tensor], Loss], plain: Callable[[torch.Tensor], Loss], states: torch.Tensor, gradient: bool,
 ) -> str | None:  # fmt: skip
-    """Compare a kernel with its twin, which gets the states [m, ...] in fp32, and with `gradient` their gradients."""
+    """Compare a kernel with plain PyTorch on the states [m, ...] in fp32; with `gradient`, their gradients too."""
     loose = TF32 if states.dtype == torch.float32 and launch.precision(states.dtype) == "tf32" else 1
     try:
         truth, values = _differentiate(plain, states.float(), gradient)
@@ -281,7 +281,7 @@ def difference(
     if not gradient:
         return None
     ours, truth = (grad.float().reshape(len(grad), -1) for grad in (ours, truth))
-    known = truth.isfinite().all(1)  # a batch with NaN in it proves nothing
+    known = truth.isfinite().all(1)  # rows with NaN cannot be compared
     truth = truth[known]
     row_errors = (ours[known] - truth).norm(dim=1).nan_to_num(torch.inf).sort().values
     row_errors = row_errors[: len(row_errors) - len(row_errors) // OUTLIERS]
@@ -291,7 +291,7 @@ def difference(
 
 
 def _differentiate(function, states, gradient):
-    """Return the gradient of the states, or None, and the values by name."""
+    """Return the gradient of the states (or None) and the values by name."""
     leaf = states.clone().requires_grad_(gradient)
     loss, values = function(leaf.clone() if gradient else leaf)
     if gradient and loss is None:
@@ -300,7 +300,7 @@ def _differentiate(function, states, gradient):
 
 
 def values_differ(found: torch.Tensor, expected: torch.Tensor, loose: float = 1) -> str | None:
-    """Compare log-probs, entropies or probabilities [m] of a kernel; `loose` multiplies what is allowed."""
+    """Compare log-probs, entropies or probabilities [m] of a kernel; `loose` multiplies the tolerance."""
     found, expected = found.detach().float(), expected.detach().float()
     far = (found - expected).abs() - VALUES * loose * (1 + expected.abs())
     wrong = ~((far <= 0) | (found == expected) | (found.isnan() & expected.isnan()))

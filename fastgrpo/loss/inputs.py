@@ -1,10 +1,10 @@
-"""Validates what a caller passes to a loss, and packs it into the rows that the kernels compute.
+"""Validates the inputs of a loss, and packs them into the rows that the kernels compute.
 
-Values inside tensors are validated on the CPU only, to avoid a sync with a GPU. In torch's anomaly mode the GPU asserts
-them. Inside a graph of torch.compile nothing is validated, since nothing there can raise an error.
+Values of CPU tensors are validated. Values of CUDA tensors are not, to avoid a sync, except in torch's anomaly mode,
+which asserts them on the device. Under torch.compile nothing is validated, since a graph cannot raise.
 
 Shapes: N tokens, B prompts or sequences, T padded length, S sequences, M kept rows, V vocabulary, D hidden, R hidden of
-the reference. A row is one token's row of the hidden states or logits; it is kept where it is computed.
+the reference. A row is one token's row of the hidden states or logits. Kept rows are those that are computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from fastgrpo.loss.objective import NOT_NEGATIVE, POSITIVE, TEMPERATURE, Interva
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# kind of a tensor, as an error calls it -> whether a dtype is of that kind
+# kind of numbers, as named in errors -> whether a dtype is of that kind
 KINDS = {
     "floating point": lambda dtype: dtype.is_floating_point,
     "integers": lambda dtype: not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool),
@@ -29,9 +29,9 @@ BACKWARD_TOLERANCE = Interval(at_least=0, below=1)
 
 
 class TokenInputs(NamedTuple):
-    """What a caller of a loss says about the tokens. `linear_grpo_loss` documents each field where it is an argument.
+    """The per-token inputs of a loss. The fields are documented as arguments of `linear_grpo_loss`.
 
-    In place of `targets`, which `grpo_loss` does not read, it gives its log-probs.
+    `grpo_loss` has no targets, and passes its log-probs instead.
     """
 
     targets: torch.Tensor
@@ -49,7 +49,7 @@ class TokenInputs(NamedTuple):
 
 
 def check_tensor(value: Any, name: str, kind: str, like: torch.Tensor | None = None, like_name: str = "") -> None:
-    """Raise a ValueError unless a value is a tensor of one kind of numbers, on the device of another tensor."""
+    """Raise a ValueError unless a value is a tensor of this kind of numbers, on the device of `like`."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
     if not KINDS[kind](value.dtype):
@@ -59,24 +59,24 @@ def check_tensor(value: Any, name: str, kind: str, like: torch.Tensor | None = N
 
 
 def check_constant(value: Any, name: str, tokens: torch.Tensor, kind: str = "real numbers") -> None:
-    """Check a tensor that the loss is not differentiated by."""
+    """Check a tensor that gets no gradient."""
     check_tensor(value, name, kind, tokens, "the tokens")
     if value.requires_grad:
-        raise ValueError(f"{name} must not require grad: the loss differentiates by the policy only; detach it")
+        raise ValueError(f"{name} must not require grad: only the policy gets a gradient; detach it")
 
 
 def check_values(
     values: torch.Tensor, name: str, rule: str, legal: Callable[[torch.Tensor], torch.Tensor],
     index: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Check the values in a tensor, unless the host would have to wait for a GPU.
+    """Check the values of a tensor, unless this would sync with a GPU.
 
     Args:
         values: [...] numbers.
-        name: What errors call them.
-        rule: The rule in words that follow "must".
-        legal: Tells for each number, [...] bool, whether it keeps the rule.
-        index: [...] places of the numbers in the caller's tensor, or None where `values` are all of it.
+        name: Their name in errors.
+        rule: The rule in words, to follow "must".
+        legal: Maps the numbers to [...] bool, True where the rule holds.
+        index: [...] positions of the numbers in the caller's tensor, or None if `values` is the whole tensor.
     """
     if not values.numel() or torch.compiler.is_compiling():
         return
@@ -86,7 +86,7 @@ def check_values(
             first = (~kept).flatten().nonzero()[0, 0]
             place = first if index is None else index.flatten()[first]
             raise ValueError(f"{name} must {rule}, got {values.flatten()[first].item()} at index {place.item()}")
-    elif torch.is_anomaly_enabled():  # the host does not wait, so a later call raises
+    elif torch.is_anomaly_enabled():  # asynchronous: a later call raises
         torch._assert_async(legal(values).all(), f"{name} must {rule}")
 
 
@@ -124,7 +124,7 @@ def check_targets(targets: torch.Tensor, like: torch.Tensor, name: str) -> None:
 def check_backward_tolerance(
     tolerance: float, objective: Objective | None = None, return_entropy: bool = False
 ) -> None:
-    """Check the share of a row's gradient that may be left out, which bounds the gradient of log-probs only."""
+    """Check the share of a row's gradient that may be dropped. It bounds the gradient of log-probs only."""
     BACKWARD_TOLERANCE.check("backward_tolerance", tolerance)
     dense = "return_entropy=True" if return_entropy else ""
     if objective is not None and objective.entropy_coef != 0:
@@ -133,7 +133,7 @@ def check_backward_tolerance(
         dense = "kl='full'"
     if tolerance and dense:
         raise ValueError(
-            f"backward_tolerance={tolerance} bounds the gradient of log-probs, and {dense} has a gradient on every "
+            f"backward_tolerance={tolerance} applies to the gradient of log-probs, and {dense} has a gradient in every "
             "column of the vocabulary; pass backward_tolerance=0"
         )
 
@@ -142,13 +142,13 @@ def reference_head(
     objective: Objective, hidden: torch.Tensor, weight: torch.Tensor, ref_hidden: Any, ref_weight: Any, ref_bias: Any,
     process_group: "ProcessGroup | None",
 ) -> ReferenceHead | None:  # fmt: skip
-    """Check the reference's hidden states [..., R] and head [V, R] if the objective reads them; else return None."""
+    """Check the reference's hidden states [..., R] and head [V, R] if the objective needs them; else return None."""
     if not objective.full_kl:
         return None
     if process_group is not None:
         raise ValueError(
-            "kl='full' cannot be computed over a head that is sharded by process_group; pass the whole head, or choose "
-            "an estimator, such as kl='k3'"
+            "kl='full' does not support a head that is sharded over process_group; pass the whole head, or use an "
+            "estimator, such as kl='k3'"
         )
     given = {"ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
     for name, value in given.items():
@@ -165,7 +165,7 @@ def reference_head(
 
 
 def check_temperature(temperature: float | torch.Tensor, tokens: torch.Tensor) -> float | torch.Tensor:
-    """Check a temperature, and flatten one per token. `check_kept` looks at the values of the tokens that are used."""
+    """Check a temperature, and flatten one per token. `check_kept` checks the values of the kept rows."""
     if isinstance(temperature, torch.Tensor):
         check_constant(temperature, "temperature", tokens)
     else:
@@ -174,7 +174,7 @@ def check_temperature(temperature: float | torch.Tensor, tokens: torch.Tensor) -
 
 
 def _check_tokens(inputs):
-    """Check each input by itself. `check_kept` looks at the values of the tokens that are used."""
+    """Check each input separately. `check_kept` checks the values of the kept rows."""
     check_constant(inputs.advantages, "advantages", inputs.targets)
     for name in ("mask", "old_logps", "ref_logps", "sampler_logps", "token_weights", "entropy_weights"):
         if getattr(inputs, name) is not None:
@@ -193,9 +193,9 @@ def _check_tokens(inputs):
 
 
 def _check_rows(rows, tokens):
-    """Check that the rows [M] that a caller chose rise strictly within the N tokens."""
+    """Check that the caller's rows [M] are strictly increasing indices of the N tokens."""
     if isinstance(rows, torch.Tensor) and rows.dtype == torch.bool:
-        raise ValueError("rows must be indices, got a mask of bools; pass mask.flatten().nonzero().squeeze(1)")
+        raise ValueError("rows must be indices, got a bool mask; pass mask.flatten().nonzero().squeeze(1)")
     check_tensor(rows, "rows", "integers")
     if rows.ndim != 1:
         raise ValueError(f"rows must be [M], got shape {tuple(rows.shape)}")
@@ -207,13 +207,13 @@ def _check_rows(rows, tokens):
         before = torch.cat([rows.new_full((1,), -1), rows[:-1]])
         return (rows > before) & (rows < total)
 
-    check_values(rows.long(), "rows", f"rise strictly within [0, {total})", legal)
+    check_values(rows.long(), "rows", f"increase strictly within [0, {total})", legal)
 
 
 def _check_whole(rows, mask, cu_seqlens):
-    """Check that rows [M] hold all masked-in tokens of the sequences that they touch, and no others.
+    """Check that rows [M] hold all masked-in tokens of the sequences they touch, and no other tokens.
 
-    An objective that looks at whole sequences would otherwise take a part of a sequence for the whole.
+    Otherwise a sequence-level objective would silently use a part of a sequence.
     """
 
     def legal(mask):
@@ -222,18 +222,18 @@ def _check_whole(rows, mask, cu_seqlens):
         touched = torch.segment_reduce(chosen.float(), "max", lengths=lengths, initial=0, unsafe=True) > 0
         return chosen == (mask & touched.repeat_interleave(lengths, output_size=len(mask)))
 
-    rule = "select the tokens in rows, and no others, of each sequence that the objective is to look at"
+    rule = "select the tokens in rows, and no others, within each sequence that rows touch"
     check_values(mask, "mask", rule, legal)
 
 
 def _check_needs(objective, inputs, has_sequences, coupled):
-    """Check that the objective has the inputs that it needs, and reads the entropy weights if there are any."""
+    """Check that the objective has all inputs it needs, and that entropy_weights have an entropy bonus."""
     if objective.beta != 0 and not objective.full_kl and inputs.ref_logps is None:
         raise ValueError(f"beta={objective.beta} needs ref_logps; pass them, or beta=0")
     if inputs.entropy_weights is not None and objective.entropy_coef == 0:
         raise ValueError(
-            f"entropy_weights needs an entropy_coef other than 0, got entropy_coef={objective.entropy_coef}; leave "
-            "entropy_weights out where there is no bonus"
+            f"entropy_weights needs an entropy_coef other than 0, got entropy_coef={objective.entropy_coef}; omit "
+            "entropy_weights, or set entropy_coef"
         )
     with_sampler = inputs.sampler_logps is not None
     if with_sampler:
@@ -249,8 +249,8 @@ def _check_needs(objective, inputs, has_sequences, coupled):
 def check_kept(kept: PolicyRows, vocab_size: int | None = None) -> None:
     """Check the values of the kept rows. Other rows are not read.
 
-    The old and the reference's log-probs may be NaN, like the policy's own: the loss is NaN then, and a trainer may
-    skip the update. On a GPU the kernels return NaN for a target outside of the vocabulary.
+    Log-probs of the policy, the old policy and the reference may be NaN: the loss is then NaN, and a trainer may skip
+    the update. On a GPU the kernels return NaN for a target outside the vocabulary.
     """
     if vocab_size is not None:
         rule = f"be in [0, {vocab_size}) on active rows"
@@ -268,7 +268,7 @@ def check_kept(kept: PolicyRows, vocab_size: int | None = None) -> None:
 
 
 def _per_token(value, name, shape):
-    """Flatten a tensor with a value per token. A float or None passes."""
+    """Flatten a tensor with one value per token. A float or None is returned unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     _check_shape(value, name, shape)
@@ -276,7 +276,7 @@ def _per_token(value, name, shape):
 
 
 def _spread(advantages, shape, cu_seqlens):
-    """Return advantages [N], from one value a token or one a sequence [S]."""
+    """Return advantages [N], from one value per token or one per sequence [S]."""
     if advantages.shape == shape:
         return advantages.reshape(-1)
     if cu_seqlens is not None and advantages.shape == (len(cu_seqlens) - 1,):
@@ -288,15 +288,15 @@ def _spread(advantages, shape, cu_seqlens):
 
 
 def _sequences(tokens, cu_seqlens):
-    """Find where sequences start, and the end of the last: [S+1] int64 on the device, and on the host.
+    """Return the boundaries of the sequences, [S+1] int64, on the device and on the host.
 
-    None where that is not known: everywhere if packed tokens came without cu_seqlens, and on the host if cu_seqlens are
-    on a GPU or the call is compiled.
+    Both are None for packed tokens without cu_seqlens. The host's is None if cu_seqlens is on a GPU, and under
+    torch.compile.
     """
     shape, compiling = tokens.shape, torch.compiler.is_compiling()
     if tokens.ndim == 2:
         if cu_seqlens is not None:
-            raise ValueError(f"cu_seqlens goes with the packed layout [N], but the tokens are {tuple(shape)}")
+            raise ValueError(f"cu_seqlens needs the packed layout [N], but the tokens are {tuple(shape)}; omit it")
         on_host = None if compiling else torch.arange(shape[0] + 1) * shape[1]
         return torch.arange(shape[0] + 1, device=tokens.device) * shape[1], on_host
     if tokens.ndim != 1:
@@ -317,7 +317,7 @@ def _sequences(tokens, cu_seqlens):
         legal[-1] &= starts[-1] == total
         return legal
 
-    check_values(cu_seqlens, "cu_seqlens", f"rise from 0 to N={total}", legal)
+    check_values(cu_seqlens, "cu_seqlens", f"be non-decreasing from 0 to N={total}", legal)
     on_host = None if compiling or not cu_seqlens.is_cpu else cu_seqlens
     return to_device(cu_seqlens, tokens.device), on_host
 
@@ -329,13 +329,13 @@ def keep_rows(
     """Validate the inputs, compute the weights over all tokens, and drop the rows that carry no gradient.
 
     Args:
-        inputs: What the caller of the loss gave.
+        inputs: The per-token inputs of the loss.
         objective: The objective of the loss.
-        compact: Whether the host may wait to learn which rows carry gradient, if `inputs.rows` does not say it. If not,
-            these rows move to the front, and the others follow them with finite dummies.
-        dtype: Dtype in which the log-probs are computed, fp32 or fp64. Weights and advantages get it too, or fp64 for
+        compact: Whether a sync is allowed, to find the rows that carry gradient, if `inputs.rows` is None. If not,
+            these rows come first, and finite dummies follow.
+        dtype: dtype in which the log-probs are computed, fp32 or fp64. Weights and advantages get it too, or fp64 for
             fp64 advantages.
-        vocab_size: V, which targets are checked against, or None.
+        vocab_size: V, to check the targets, or None.
     """
     if objective.beta == 0:
         inputs = inputs._replace(ref_logps=None)
@@ -404,7 +404,7 @@ def keep_rows(
 
 
 def _kept_lengths(cu_seqlens, index, active, compact):
-    """Count the kept rows of each sequence, [S]; with the moved rows that are not active behind them, [S+1]."""
+    """Count the kept rows of each sequence, [S]; if inactive rows follow, count these as one more, [S+1]."""
     lengths = cu_seqlens.diff()
     if index is None:
         return lengths
@@ -415,10 +415,10 @@ def _kept_lengths(cu_seqlens, index, active, compact):
 
 
 def _active_rows(objective, mask, weights, advantages, cu_seqlens):
-    """Find the rows that carry gradient, [N] bool: those in the mask that have a weight and, at beta = 0, an advantage.
+    """Return the rows that carry gradient, [N] bool: masked in, weight not 0 and, at beta = 0, advantage not 0.
 
-    With an entropy bonus all rows in the mask carry gradient. With `cu_seqlens` a sequence is kept or dropped as a
-    whole, since a token without weight still changes its sequence's factor.
+    With an entropy bonus, all masked-in rows carry gradient. With `cu_seqlens`, whole sequences are kept or dropped,
+    since a token without weight still changes the factor of its sequence.
     """
     active = mask & (weights != 0)
     if objective.beta == 0:
@@ -433,10 +433,10 @@ def _active_rows(objective, mask, weights, advantages, cu_seqlens):
 
 
 def staged(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Put a tensor of the host into pinned memory if it will be copied to a GPU.
+    """Pin a host tensor that will be copied to a GPU.
 
     CUDA copies asynchronously only from pinned memory. torch's allocator reuses a pinned block only after the stream
-    has done the copy, so the caller need not keep the tensor.
+    has finished the copy, so the caller need not keep the tensor.
     """
     to_gpu = value.device.type == "cpu" and torch.device(device).type == "cuda"
     if not to_gpu or not value.numel() or torch.compiler.is_compiling():
@@ -445,5 +445,5 @@ def staged(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def to_device(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Move a tensor without waiting for the device."""
+    """Move a tensor to a device without a sync."""
     return staged(value, device).to(device, non_blocking=True)

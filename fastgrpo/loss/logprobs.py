@@ -1,7 +1,7 @@
 """The public log-prob of a language-model head: hidden states -> log-probs and entropy, without logits in memory.
 
-The formula stands in kernels/head.py (Triton) and kernels/head_torch.py (plain PyTorch); kernels/reference.py
-has the plain function that both are held to.
+The formula is in kernels/head.py (Triton) and kernels/head_torch.py (plain PyTorch). Tests compare both with the plain
+function in kernels/reference.py.
 
 Shapes: V vocabulary, D hidden; [...] is any shape of tokens.
 """
@@ -30,7 +30,7 @@ def linear_logprob(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute the log-probs of `targets` under softmax(softcap(hidden @ weight.T + bias) / temperature).
 
-    The logits are never in memory as a whole.
+    The full logits are never in memory.
 
     Args:
         hidden: [..., D] floating point.
@@ -40,25 +40,25 @@ def linear_logprob(
         logit_softcap: The cap of softcap(x) = cap tanh(x / cap), as in Gemma 2 (arXiv 2408.00118), or None.
         temperature: A float, or a tensor [...], at least 1e-30.
         return_entropy: Whether to return the entropy too, in nats.
-        process_group: Group of torch.distributed over whose ranks the rows of weight and bias are sharded, in rank
-            order, in equal or unequal parts. It is for other trainers; this package's does not pass it. Targets stay
-            ids of the whole vocabulary. All arguments but weight and bias are the same on every rank, and so are the
-            results. Every rank gets the whole gradient of hidden, and its shard's gradient of weight and bias.
-            Every rank must make the call, and run its backward.
-        sum_hidden_grad: Whether the gradient of hidden is summed over the ranks of process_group. False leaves on each
-            rank the part that comes from its shard, for callers that sum the parts themselves, as
-            integrations/verl.py does. Without process_group there is one part.
+        process_group: torch.distributed group. The rows of weight and bias are sharded over its ranks, in rank order,
+            in equal or unequal parts. It is for other trainers; this package's trainer does not pass it. Targets are
+            ids of the full vocabulary. All arguments except weight and bias are equal on all ranks, and so are the
+            results. Every rank gets the full gradient of hidden, and its shard's gradient of weight and bias. Every
+            rank must make the call and run its backward.
+        sum_hidden_grad: Whether to sum the gradient of hidden over the ranks of process_group. If False, each rank
+            gets the part of its shard, for callers that sum the parts themselves, as integrations/verl.py does. It has
+            no effect without process_group.
         backend: "auto" (triton for bf16 on CUDA, else chunked), "chunked" or "triton".
         backward_tolerance: As in `linear_grpo_loss`; not with return_entropy.
 
     Returns:
-        logps [...] fp32 (fp64 for fp64 inputs), differentiable by hidden, weight and bias. With `return_entropy` the
+        logps [...] fp32 (fp64 for fp64 inputs), differentiable by hidden, weight and bias. With `return_entropy`, the
         pair (logps, entropy), both differentiable.
 
     Raises:
-        ValueError: A tensor has the wrong shape, device or kind of numbers; a target lies outside [0, V) or a
-            temperature outside of its range; a rank holds no rows of the weight; the backend is unknown; or
-            backward_tolerance is out of range, or given with return_entropy.
+        ValueError: A tensor has the wrong shape, device or dtype; a target is outside [0, V); a temperature is out of
+            range; a rank has no rows of the weight; the backend is unknown; or backward_tolerance is out of range, or
+            combined with return_entropy.
     """
     check_backward_tolerance(backward_tolerance, return_entropy=return_entropy)
     check_head(hidden, weight, bias, logit_softcap, targets)

@@ -3,8 +3,8 @@
     loss = sum_n w_n (I_n s_n + beta KL_n) - entropy_coef sum_n e_n H_n
 
 s_n is the surrogate of the objective, -min(r_n A_n, clip(r_n) A_n) for GRPO (arXiv 2402.03300 eq. 3), with the ratio
-r_n = exp(logp_n - old_n); I_n is the importance weight against the sampler. docs/objectives.md explains every symbol of
-every objective. The losses are computed in these files:
+r_n = exp(logp_n - old_n). I_n is the importance weight against the sampler. docs/objectives.md explains every symbol of
+every objective. These files compute the losses:
 
 | loss             | formula in plain PyTorch (kernels/)    | Triton (kernels/) | without Triton (kernels/) |
 |------------------|----------------------------------------|-------------------|---------------------------|
@@ -13,12 +13,12 @@ every objective. The losses are computed in these files:
 | linear_grpo_loss | reference.py: linear_grpo_loss         | head.py           | head_torch.py             |
 | its kl="full"    | reference.py: full_kl                  | none              | head_torch.py             |
 
-The weights w_n stand in kernels/objectives.py. tests/loss/ compares the losses with reference.py on a CPU, and
+The weights w_n are in kernels/objectives.py. tests/loss/ compares the losses with reference.py on a CPU, and
 tests/kernels/interpreted/ the Triton kernels. benchmarks/bench_loss.py and bench_head.py time linear_grpo_loss.
 
-Shapes: N tokens, B prompts or sequences, T padded length, S sequences, M kept rows, V vocabulary, D hidden. Two layouts
-are read: padded, hidden [B, T, D] with per-token tensors [B, T]; and packed, hidden [N, D] with per-token tensors [N]
-and `cu_seqlens` [S+1], the row where each sequence starts and the end of the last.
+Shapes: N tokens, B prompts or sequences, T padded length, S sequences, M kept rows, V vocabulary, D hidden. There are
+two layouts. Padded: hidden [B, T, D] and per-token tensors [B, T]. Packed: hidden [N, D], per-token tensors [N], and
+`cu_seqlens` [S+1], the first row of each sequence and the end of the last one.
 """
 
 from collections.abc import Sequence
@@ -54,25 +54,24 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class GRPOLossOutput:
-    """What a loss returns.
+    """Result of a loss.
 
-    Rows without gradient (mask 0, weight 0, and at beta = 0 advantage 0, unless there is an entropy bonus) are not
-    active, and no metric covers them.
+    Rows without gradient (mask 0, weight 0, and at beta = 0 advantage 0, unless there is an entropy bonus) are
+    inactive. Metrics cover active rows only.
 
     The metrics are scalars: `policy_loss` (without KL and bonus), `kl`, `ratio/mean`, `ratio/max`,
-    `clip_ratio/low_mean`, `clip_ratio/high_mean`, and `active_tokens`, the number of rows that these are means over.
-    `entropy` is there on request or with an entropy bonus. With sampler_logps there are
-    `sampling/importance_sampling_ratio/{min,mean,max}` of the weights in use, and
-    `sampling/sampling_logp_difference/{mean,max}` of |old - sampler| where the sampler gave a log-prob. With a
-    backward_tolerance, and where there is a gradient, there are `head/kept_columns`, the share of the vocabulary that
-    the backward keeps, and `head/dropped_mass`, the largest share of its 1 - p_target that a row leaves out.
+    `clip_ratio/low_mean`, `clip_ratio/high_mean`, and `active_tokens`, the number of active rows. `entropy` is present
+    on request or with an entropy bonus. sampler_logps add `sampling/importance_sampling_ratio/{min,mean,max}` of the
+    applied weights, and `sampling/sampling_logp_difference/{mean,max}` of |old - sampler|, NaNs excluded. A
+    backward_tolerance adds, if there is a gradient, `head/kept_columns`, the share of the vocabulary that the backward
+    keeps, and `head/dropped_mass`, the largest share of 1 - p_target that a row drops.
 
     Attributes:
         loss: Scalar, fp32 (fp64 for fp64 inputs). The only field that carries gradient.
-        logps: Log-probs of the targets in the targets' shape, 0 where not active.
-        active: Bool in the targets' shape: the rows that were computed.
+        logps: Log-probs of the targets in the shape of the targets, 0 where inactive.
+        active: Bool in the shape of the targets, True for active rows.
         metrics: Scalar tensors by name.
-        entropies: Entropies in nats in the targets' shape, 0 where not active; None where the loss computed none.
+        entropies: Entropies in nats in the shape of the targets, 0 where inactive; None if the loss computed none.
     """
 
     loss: torch.Tensor
@@ -95,63 +94,61 @@ def linear_grpo_loss(
     """Compute the GRPO loss of a language-model head, fused: no logits in memory, three matrix products with gradients.
 
     Args:
-        hidden: [B, T, D] or packed [N, D]: the state that predicts the token at the same place of `targets`.
+        hidden: [B, T, D] or packed [N, D]: the state that predicts the token at the same position of `targets`.
         weight: [V, D], the head.
-        targets: [B, T] or [N] integers; those of inactive rows are never read (-100 is legal).
+        targets: [B, T] or [N] integers. Those of inactive rows are never read (-100 is legal).
         advantages: [B] or [B, T]; packed [S] or [N].
-        mask: [B, T] or [N], positive where a token counts and 0 elsewhere; None is everywhere.
-        cu_seqlens: [S+1] integers, packed layout only. They are needed by advantages [S], by the loss types grpo,
-            dr_grpo, sapo, luspo and vespo, and by sequence-level ratios and importance weights.
-        rows: [M] integers that rise strictly: the flat indices of the rows that carry gradient, if the caller knows
-            them. Only these are computed. If the objective reads whole sequences (sequence-level ratios or importance
-            weights, vespo), pass all masked-in tokens of each sequence that they touch; with an entropy bonus, all
-            masked-in tokens. Rows and cu_seqlens on the host avoid a wait for the device.
+        mask: [B, T] or [N], positive where a token counts and 0 elsewhere. None means all tokens count.
+        cu_seqlens: [S+1] integers, packed layout only. Needed by advantages [S], by the loss types grpo, dr_grpo, sapo,
+            luspo and vespo, and by sequence-level ratios and importance weights.
+        rows: [M] strictly increasing integers, the flat indices of the rows that carry gradient, or None. Only these
+            are computed. If the objective needs whole sequences (sequence-level ratios or importance weights, vespo),
+            pass all masked-in tokens of each sequence that they touch. With an entropy bonus, pass all masked-in
+            tokens. Rows and cu_seqlens on the host avoid a sync.
         old_logps: Log-probs under the policy that drew the tokens. None on the first update of a rollout, where they
             equal the current ones and the ratio is 1.
-        ref_logps: Log-probs under the reference, needed where beta is not 0 and kl is not "full".
+        ref_logps: Log-probs under the reference. Needed if beta is not 0 and kl is not "full".
         sampler_logps: Log-probs that the sampler (vLLM, SGLang, ...) reported, NaN where it reported none. The
-            surrogate is multiplied by exp(old - sampler) as `importance_sampling_mode` and its bounds say. None applies
-            no such weights.
-        token_weights: [B, T] or [N], the w_n in place of those of `loss_type`; the mask still applies.
-        num_items_in_batch: Tokens of the whole step, read by dapo, cispo, vespo and the entropy bonus. None counts
-            the mask, and less than 1, in a step without tokens, counts as 1.
-        temperature: A float, or per token: the one that the tokens were drawn at. At least 1e-30.
+            surrogate is multiplied by exp(old - sampler), bounded by `importance_sampling_mode`. None means no
+            importance weights.
+        token_weights: [B, T] or [N], the w_n, instead of those of `loss_type`. The mask still applies.
+        num_items_in_batch: Tokens of the whole step, read by dapo, cispo, vespo and the entropy bonus. None means the
+            number of tokens in the mask. Values below 1 count as 1.
+        temperature: Sampling temperature of the tokens, a float or one per token. At least 1e-30.
         bias: [V] or None.
         logit_softcap: As in `linear_logprob`.
         return_entropy: Whether to return `entropies` in nats, and their mean over active rows as the metric `entropy`.
-        ref_hidden: [B, T, R] or [N, R], the reference's hidden states at the same tokens; R may differ from D. Where
-            beta is not 0 and kl is "full", it takes the place of ref_logps, with ref_weight.
-        ref_weight: [V, R], the reference's head. Its logits have the temperature and the soft-cap of the policy's.
+        ref_hidden: [B, T, R] or [N, R], the reference's hidden states at the same tokens. R may differ from D. If
+            beta is not 0 and kl is "full", ref_hidden and ref_weight are needed instead of ref_logps.
+        ref_weight: [V, R], the reference's head. Its logits get the same temperature and soft-cap as the policy's.
         ref_bias: [V], the bias of the reference's head, or None.
-        compact: Read by the triton backend if `rows` is not given. None also computes the rows without gradient, with
-            hidden states of 0, because only the device knows them; a sequence-level objective of more than one chunk
-            then takes a forward pass first. "sync" waits until the host knows these rows, and leaves them out.
+        compact: For the triton backend without `rows`. None also computes the rows without gradient, with hidden
+            states of 0, to avoid a sync; a sequence-level objective with several chunks then runs an extra forward
+            pass. "sync" waits for the device and drops these rows.
         process_group: The ranks over which the rows of weight and bias are sharded, as in `linear_logprob`.
         backend: "auto" (triton for bf16 on CUDA, else chunked, and chunked for kl="full" and for a
             backward_tolerance), "chunked" or "triton".
-        objective: The objective, in place of `knobs`.
-        entropy_weights: [B, T] or [N], the e_n of the entropy bonus in place of 1 / tokens of the step; the mask still
-            applies. None where entropy_coef is 0.
-        backward_tolerance: tau in [0, 1). The backward may leave out columns of the vocabulary, never a target's, that
-            hold at most tau (1 - p_target) of the probability of every row: the 1-norm of a row's gradient by its
-            logits, |dz_n|_1 = 2 |g_n| (1 - p_target) / temperature, then errs by at most tau / 2 of itself, and dH_n by
-            at most tau |g_n| (1 - p_target) / temperature times the largest norm of a row of the weight
-            (kernels/head_torch.py). Loss, log-probs and metrics stay exact. 0 is the exact gradient. The metrics
-            `head/kept_columns` (share of the vocabulary) and `head/dropped_mass` (the largest of a row, relative to its
-            1 - p_target; at most tau) say what was done. On a GPU the host waits for the number of columns, once a
-            chunk.
+        objective: The objective, instead of `knobs`.
+        entropy_weights: [B, T] or [N], the e_n of the entropy bonus, instead of 1 / tokens of the step. The mask still
+            applies. None if entropy_coef is 0.
+        backward_tolerance: tau in [0, 1); 0 gives the exact gradient. The backward may drop columns of the vocabulary,
+            never a target's, that hold at most tau (1 - p_target) of the probability of every row. The gradient of a
+            row by its logits, of 1-norm |dz_n|_1 = 2 |g_n| (1 - p_target) / temperature, then has an error of at most
+            tau / 2 of that norm. The error of dH_n is at most tau |g_n| (1 - p_target) / temperature times the largest
+            norm of a row of the weight (kernels/head_torch.py). Loss, log-probs and metrics stay exact. The metrics
+            `head/kept_columns` and `head/dropped_mass` (at most tau) report the effect. On a GPU this costs one sync
+            per chunk.
         knobs: Fields of `Objective` by name: loss_type="dapo", epsilon=0.2, beta=0.0, ...
 
     Returns:
-        The loss, the log-probs, which rows were active, and the metrics.
+        The loss, the log-probs, the active rows, and the metrics.
 
     Raises:
-        ValueError: A tensor has the wrong shape, device or kind of numbers; a constant input requires grad;
-            backward_tolerance is given with entropy_coef or kl="full"; beta is not 0 and the reference is missing; kl
-            is "full" with backend "triton" or a process_group; entropy_weights are given and entropy_coef is 0; both
-            objective and knobs are given; or `Objective` refuses a knob. On the CPU also: an active row has a target
-            outside [0, V), or a number that must be finite and is not; rows or cu_seqlens do not rise; or the mask is
-            negative or NaN.
+        ValueError: A tensor has the wrong shape, device or dtype; a constant input requires grad; backward_tolerance
+            is combined with entropy_coef or kl="full"; beta is not 0 and the reference is missing; kl is "full" with
+            backend "triton" or a process_group; entropy_weights are given and entropy_coef is 0; both objective and
+            knobs are given; or a knob is invalid. On the CPU also: an active row has a target outside [0, V), or a
+            number that is not finite; rows or cu_seqlens do not increase; or the mask is negative or NaN.
     """
     objective = Objective.of(objective, knobs)
     check_head(hidden, weight, bias, logit_softcap, targets)
@@ -196,13 +193,13 @@ def logits_grpo_loss(
 ) -> GRPOLossOutput:  # fmt: skip
     """Compute the same loss from logits.
 
-    Beside the logits, the forward keeps only vectors over the kept rows in memory, and the backward makes one gradient
+    Besides the logits, the forward keeps only vectors over the kept rows in memory. The backward allocates one gradient
     tensor in the shape and dtype of the logits. The chunked backend works on one chunk of rows in fp32 (64 MiB).
 
     Args:
-        logits: [B, T, V] or packed [N, V] floating point, differentiable, before the temperature. Rows that are not
-            active are never read; their gradient is 0.
-        targets: As in `linear_grpo_loss`, and so is every argument without a description of its own here.
+        logits: [B, T, V] or packed [N, V] floating point, differentiable, before the temperature. Inactive rows are
+            never read; their gradient is 0.
+        targets: As in `linear_grpo_loss`, like every argument that is not described here.
         advantages: [B] or [B, T]; packed [S] or [N].
         mask: [B, T] or [N], or None.
         cu_seqlens: [S+1], or None.
@@ -214,20 +211,20 @@ def logits_grpo_loss(
         num_items_in_batch: Tokens of the whole step, or None.
         temperature: A float, or per token.
         return_entropy: Whether to return `entropies` and the metric `entropy`.
-        inplace: Whether the gradient is written over the logits, so that there is no second [N, V] tensor. The backward
-            does so, or (triton, if no token's loss reads its sequence) already the forward, in one read and one write.
-            Nothing else may need the logits then, and autograd raises an error on a second backward. Logits that no
-            view can flatten are copied first, and the copy is overwritten.
+        inplace: Whether to overwrite the logits with their gradient, which saves a second [N, V] tensor. The backward
+            does this, or already the forward, in one read and one write (triton, objectives per token). Nothing else
+            may then read the logits, and a second backward raises. Logits that cannot be flattened as a view are
+            copied first, and the copy is overwritten.
         compact: None or "sync".
         backend: "auto", "chunked" or "triton".
-        objective: The objective, in place of `knobs`.
+        objective: The objective, instead of `knobs`.
         knobs: Fields of `Objective` by name.
 
     Returns:
         As `linear_grpo_loss`.
 
     Raises:
-        ValueError: As `linear_grpo_loss`, and for kl="full", which needs the reference's hidden states and head.
+        ValueError: As `linear_grpo_loss`; or kl is "full", which needs the reference's hidden states and head.
     """
     check_tensor(logits, "logits", "floating point")
     path = choose_backend(backend, logits=logits)
@@ -266,7 +263,7 @@ def grpo_loss(
 
     Args:
         logps: [B, T] or packed [N] log-probs of the tokens under the policy, differentiable.
-        old_logps: As in `linear_grpo_loss`, and so is every argument without a description of its own here.
+        old_logps: As in `linear_grpo_loss`, like every argument that is not described here.
         advantages: [B] or [B, T]; packed [S] or [N].
         mask: [B, T] or [N], or None.
         cu_seqlens: [S+1], or None.
@@ -277,15 +274,15 @@ def grpo_loss(
         num_items_in_batch: Tokens of the whole step, or None.
         compact: None or "sync".
         backend: "auto", "chunked" or "triton".
-        objective: The objective, in place of `knobs`.
+        objective: The objective, instead of `knobs`.
         knobs: Fields of `Objective` by name.
 
     Returns:
         As `linear_grpo_loss`.
 
     Raises:
-        ValueError: As `linear_grpo_loss`, for an entropy bonus, which needs logits, and for kl="full", which needs the
-            reference's hidden states and head.
+        ValueError: As `linear_grpo_loss`; or there is an entropy bonus, which needs logits; or kl is "full", which
+            needs the reference's hidden states and head.
     """
     check_tensor(logps, "logps", "floating point")
     path = choose_backend(backend, logps=logps)
@@ -293,7 +290,7 @@ def grpo_loss(
     _refuse_full_kl(objective, "log-probs")
     if objective.entropy_coef != 0:
         raise ValueError(
-            f"entropy_coef={objective.entropy_coef} needs the logits: use linear_grpo_loss or logits_grpo_loss, or "
+            f"entropy_coef={objective.entropy_coef} needs the logits; use linear_grpo_loss or logits_grpo_loss, or "
             "subtract the mean of linear_logprob's entropy"
         )
     inputs = TokenInputs(logps.detach(), advantages, mask, cu_seqlens, rows, old_logps, ref_logps, sampler_logps,
@@ -314,7 +311,7 @@ def grpo_loss(
 
 
 def _kept(logps, kept):
-    """Take the kept log-probs [M] of [N], with 0 where only the device knows that a row is not active."""
+    """Take the kept log-probs [M] of [N], with 0 for inactive rows."""
     logps = logps if kept.index is None else logps[kept.index]
     return logps if kept.active is None else torch.where(kept.active, logps, 0)
 
@@ -322,7 +319,7 @@ def _kept(logps, kept):
 def _refuse_full_kl(objective, given):
     if objective.full_kl:
         raise ValueError(
-            f"kl='full' cannot be computed from {given} and ref_logps: use linear_grpo_loss with ref_hidden and "
+            f"kl='full' cannot be computed from {given} and ref_logps; use linear_grpo_loss with ref_hidden and "
             "ref_weight, or an estimator, such as kl='k3'"
         )
 
@@ -330,7 +327,7 @@ def _refuse_full_kl(objective, given):
 def _output(
     loss: torch.Tensor, outputs: dict[str, torch.Tensor], kept: PolicyRows, like: torch.Tensor
 ) -> GRPOLossOutput:
-    """Spread the results [M] of the kept rows over all tokens, in the shape of `like`, and reduce them to metrics."""
+    """Scatter the results [M] of the kept rows to all tokens, in the shape of `like`, and reduce them to metrics."""
 
     def spread(values):
         whole = values if kept.index is None else values.new_zeros(like.numel()).index_copy_(0, kept.index, values)
@@ -367,7 +364,7 @@ def _output(
 
 
 def _sampler_metrics(importance, gap, active, count):
-    """Reduce the importance weights [M], and the gaps [M], NaN where the sampler gave no log-prob. No rows give 0."""
+    """Reduce the importance weights [M] and gaps [M] (NaN where the sampler gave no log-prob). No rows give 0."""
     known = ~gap.isnan() if active is None else ~gap.isnan() & active
     gap = torch.where(known, gap, 0.0)
     nothing = importance.new_zeros(1)

@@ -1,10 +1,10 @@
-"""The knobs of a policy-gradient objective: how ratios are bounded, what is regularized, how tokens are weighted.
+"""The knobs of a policy-gradient objective: bounds of the ratios, regularization, and weights of the tokens.
 
     loss = sum_n w_n (I_n s_n + beta KL_n) - entropy_coef sum_n e_n H_n
 
-s_n is the surrogate of a token, w_n the weight that carries the whole aggregation, I_n the importance weight against
-the sampler (1 without `sampler_logps`), e_n = 1 / tokens of the step. A loss type is one surrogate and one aggregation:
-`LOSS_TYPES` in kernels/objectives.py, which has both as code. docs/objectives.md has their formulas and papers.
+s_n is the surrogate of a token. Its weight w_n is the whole aggregation. I_n is the importance weight against the
+sampler (1 without `sampler_logps`), and e_n = 1 / tokens of the step. A loss type is one surrogate and one aggregation:
+see `LOSS_TYPES` in kernels/objectives.py. docs/objectives.md has their formulas and papers.
 """
 
 import math
@@ -22,7 +22,7 @@ IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate"
 
 
 class Interval(NamedTuple):
-    """A range of finite numbers, without the bounds `above` and `below` themselves. `why` ends the error's message."""
+    """A range of finite numbers; `above` and `below` are exclusive bounds. `why` is appended to the error message."""
 
     at_least: float = -math.inf
     above: float = -math.inf
@@ -32,14 +32,14 @@ class Interval(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The range in words that follow "must be"."""
+        """The range in words, to follow "must be"."""
         if self.at_most == self.below == math.inf:
             return "positive" if self.above == 0 else f"at least {self.at_least}"
         low = f"[{self.at_least}" if self.above == -math.inf else f"({self.above}"
         return f"in {low}, {self.at_most}]" if self.below == math.inf else f"in {low}, {self.below})"
 
     def check(self, name: str, value: float) -> None:
-        """Raise a ValueError unless the value is a number in the range. A graph of torch.compile cannot raise."""
+        """Raise a ValueError unless the value is a number in the range. Under torch.compile nothing is checked."""
         if torch.compiler.is_compiling():
             return
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -51,9 +51,9 @@ class Interval(NamedTuple):
 
 
 POSITIVE, NOT_NEGATIVE = Interval(above=0), Interval(at_least=0)
-# Logits up to 1e8 stay finite in fp32 when a temperature of at least this size divides them.
+# Logits up to 1e8 stay finite in fp32 if divided by a temperature of at least this size.
 TEMPERATURE = Interval(at_least=1e-30, why="logits are divided by it")
-# The range of each knob that is a number. The settings of the same names have the same ranges.
+# The range of each numeric knob, and of the setting with the same name.
 RANGES = {
     "epsilon": Interval(at_least=0, below=1),
     "epsilon_high": NOT_NEGATIVE,
@@ -77,7 +77,7 @@ OPTIONAL = (
 
 @dataclass(frozen=True)
 class Objective:
-    """The knobs of the loss, under TRL's names. They are validated on construction, by a ValueError.
+    """The knobs of the loss, under TRL's names. The constructor raises ValueError for invalid ones.
 
     Attributes:
         loss_type: Surrogate and aggregation, a key of `LOSS_TYPES`.
@@ -88,20 +88,21 @@ class Objective:
             ratio itself (5.0 in arXiv 2510.13786) and must be given.
         delta: Upper bound on the unclipped ratio (two-sided clip, arXiv 2505.07291 eq. 2), or None.
         beta: Coefficient of the KL to the reference. 0 needs no reference.
-        kl: KL of a token. Its estimators, from d = ref_logp - logp: "k1" is -d, "k2" is d^2/2, "k3" is e^d - d - 1,
+        kl: KL of a token. The estimators, with d = ref_logp - logp: "k1" is -d, "k2" is d^2/2, "k3" is e^d - d - 1,
             "abs" is |d|. "full" is the KL of the full distributions, sum_v pi_v (log pi_v - log ref_v).
-        max_completion_length: The constant length that dr_grpo divides by, in tokens.
+        max_completion_length: Constant length in tokens that dr_grpo divides by.
         use_bias_correction_kl: Multiply the KL by the ratio, with gradient through both (arXiv 2512.02556).
-        entropy_coef: Coefficient of the mean entropy over the tokens of the step, which is subtracted from the loss.
+        entropy_coef: Coefficient of the entropy bonus: the mean entropy over the tokens of the step, subtracted from
+            the loss.
         sapo_temperature_pos: Temperature tau of SAPO's gate for tokens with a positive advantage.
         sapo_temperature_neg: Temperature tau of SAPO's gate for all other tokens.
         vespo_k_pos: k of VESPO's phi(W) = exp(lambda + k log W - lambda W) for tokens with advantage >= 0.
         vespo_lambda_pos: lambda of VESPO's phi for tokens with advantage >= 0.
         vespo_k_neg: k of VESPO's phi for tokens with a negative advantage.
         vespo_lambda_neg: lambda of VESPO's phi for tokens with a negative advantage.
-        importance_sampling_mode: How `sampler_logps`, where given, weigh the surrogate. I = exp(old - sampler) is taken
-            per token or over the whole sequence ("token_", "sequence_"). Outside of its bounds it is clamped
-            ("truncate") or set to 0 ("mask").
+        importance_sampling_mode: How I = exp(old - sampler) weights the surrogate, if `sampler_logps` are given. I is
+            per token ("token_") or per sequence ("sequence_"). Outside its bounds it is clamped ("truncate") or set
+            to 0 ("mask").
         importance_sampling_clip_max: Upper bound of I; None is unbounded.
         importance_sampling_clip_min: Lower bound of I; None is unbounded.
     """
@@ -148,16 +149,16 @@ class Objective:
         for wrong, message in (
             (
                 loss == "dr_grpo" and self.max_completion_length is None,
-                "dr_grpo needs max_completion_length, the constant length that it divides by, got None",
+                "dr_grpo needs max_completion_length, the constant length it divides by, got None",
             ),
             (
                 loss == "luspo" and level != "sequence",
-                f"luspo needs importance_sampling_level='sequence', got {level!r}; a similar token-level loss is "
+                f"luspo needs importance_sampling_level='sequence', got {level!r}; for a similar token-level loss use "
                 "loss_type='dapo'",
             ),
             (
                 loss == "vespo" and level != "token",
-                f"vespo weights whole sequences already: it needs importance_sampling_level='token', got {level!r}",
+                f"vespo already weights whole sequences; it needs importance_sampling_level='token', got {level!r}",
             ),
             (
                 loss == "cispo" and (cap is None or cap < 1),
@@ -165,12 +166,12 @@ class Objective:
             ),
             (
                 self.delta is not None and self.surrogate != "clip",
-                f"delta bounds the ratio of losses with clipping, and {loss} has none; pass delta=None",
+                f"delta applies to clipped losses, and {loss} does not clip; pass delta=None",
             ),
             (
                 self.use_bias_correction_kl and self.kl == "full",
-                "use_bias_correction_kl corrects an estimate from drawn tokens, and kl='full' is no estimate; leave "
-                "one of them out",
+                "use_bias_correction_kl applies to a KL estimated from drawn tokens, and kl='full' is exact; remove "
+                "one of them",
             ),
             (not low < high, f"importance_sampling_clip_min must be in [0, clip_max={high}), got {low}"),
         ):
@@ -178,24 +179,24 @@ class Objective:
                 raise ValueError(message)
 
     def check_sampler(self) -> None:
-        """Raise a ValueError if the surrogate cannot use a sampler's log-probs in this importance_sampling_mode."""
+        """Raise a ValueError if the surrogate does not support this importance_sampling_mode."""
         if self.surrogate == "vespo" and self.importance_sampling_mode.startswith("sequence"):
             raise ValueError(
-                "vespo folds the sampler's weights into its own sequence weight token by token: "
-                "importance_sampling_mode must be 'token_truncate' or 'token_mask' with sampler_logps, got "
+                "vespo multiplies importance weights into its own sequence weight token by token: with sampler_logps, "
+                "importance_sampling_mode must be 'token_truncate' or 'token_mask', got "
                 f"{self.importance_sampling_mode!r}"
             )
 
     @property
     def full_kl(self) -> bool:
-        """Whether the loss has the KL of the full distributions, and so reads the reference's states and head."""
+        """Whether the loss has the KL of the full distributions, which needs the reference's states and head."""
         return self.beta != 0 and self.kl == "full"
 
     @classmethod
     def of(cls, objective: "Objective | None", knobs: dict[str, Any]) -> "Objective":
-        """Return the given objective, or make one from its fields."""
+        """Return the given objective, or build one from the knobs."""
         if objective is not None and knobs:
-            raise ValueError(f"{', '.join(knobs)} are fields of objective: pass either them or objective, not both")
+            raise ValueError(f"{', '.join(knobs)} are fields of objective; pass either them or objective, not both")
         return cls(**knobs) if objective is None else objective
 
     @property
@@ -205,28 +206,28 @@ class Objective:
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
-        """The bounds (low, high) that the surrogate keeps the ratio between; (0, inf) where it does not bound it."""
+        """The bounds (low, high) of the ratio in the surrogate; (0, inf) if it has none."""
         if self.surrogate == "clip":
             return 1 - self.epsilon, 1 + self.epsilon_high
         return 0.0, self.epsilon_high if self.surrogate == "cispo" else math.inf
 
     @property
     def importance_bounds(self) -> tuple[float, float]:
-        """(low, high), the bounds of the importance weight against the sampler."""
+        """The bounds (low, high) of the importance weight against the sampler."""
         low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
         return 0.0 if low is None else low, math.inf if high is None else high
 
     def couples_tokens(self, with_sampler: bool = False) -> bool:
-        """Tell whether the loss of a token depends on the other tokens of its sequence, so that it must stay whole.
+        """Return whether the loss of a token depends on the other tokens of its sequence. Such sequences stay whole.
 
-        True for sequence-level ratios, for vespo, and `with_sampler` for sequence-level importance weights.
+        True for sequence-level ratios, for vespo, and, `with_sampler`, for sequence-level importance weights.
         """
         by_sampler = with_sampler and self.importance_sampling_mode.startswith("sequence")
         return self.importance_sampling_level == "sequence" or self.surrogate == "vespo" or by_sampler
 
     @property
     def needs_sequences(self) -> bool:
-        """Whether the loss, without a sampler's log-probs, must know where sequences begin and end."""
+        """Whether the loss, without sampler_logps, needs the boundaries of the sequences."""
         return LOSS_TYPES[self.loss_type][1].startswith("sequence") or self.couples_tokens()
 
     def token_weights(
@@ -238,12 +239,12 @@ class Objective:
         Args:
             mask: [N] bool, the tokens that count.
             cu_seqlens: [S+1] int64, needed by grpo, sapo, luspo and dr_grpo.
-            num_items_in_batch: Tokens of the whole step, read by dapo, cispo and vespo. None is mask.sum(), and less
-                than 1 counts as 1.
-            dtype: torch.float32 or torch.float64: that of the arithmetic and of the weights.
+            num_items_in_batch: Tokens of the whole step, read by dapo, cispo and vespo. None means mask.sum(). Values
+                below 1 count as 1.
+            dtype: dtype of the arithmetic and the weights, torch.float32 or torch.float64.
 
         Returns:
-            [N] in the dtype, 0 where the mask is 0.
+            [N] in `dtype`, 0 where the mask is 0.
         """
         divisor = DIVISORS[LOSS_TYPES[self.loss_type][1]]
         return mask.to(dtype) / divisor(mask, dtype, cu_seqlens, num_items_in_batch, self.max_completion_length)
@@ -254,6 +255,6 @@ class Objective:
     ) -> torch.Tensor:  # fmt: skip
         """Compute entropy_coef e_n, where e_n = 1 / tokens of the step for every loss type.
 
-        Micro-batches therefore sum to the bonus of the whole batch. The arguments are those of `token_weights`.
+        The bonuses of micro-batches therefore add up to the bonus of the batch. For the arguments see `token_weights`.
         """
         return self.entropy_coef * mask.to(dtype) / DIVISORS["step_tokens"](mask, dtype, None, num_items_in_batch, None)

@@ -1,1 +1,1 @@
-"""The policy: loading it, running it on packed tokens, adapters, and the frozen reference."""
+"""The policy: loading, forward passes on packed tokens, adapters, and the frozen reference."""

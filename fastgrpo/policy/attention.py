@@ -1,6 +1,6 @@
-"""Attention over packed tokens, by one function that is registered with transformers and serves every model.
+"""Attention over packed tokens, by one function registered with transformers for all models.
 
-transformers hands the queries, keys and values of each layer to the function that the model's config names, and passes
+transformers calls the function named in the model's config with the queries, keys and values of each layer, and passes
 unknown keyword arguments through. Our function forwards them to the `context` of the call: a `PackedAttention` in
 training, and one of the two contexts of `rollout/attention.py` in generation. No model is rewritten.
 
@@ -19,17 +19,17 @@ NAME = "fastgrpo"
 
 
 class Unfit(ValueError):
-    """Packed attention cannot compute what a model does."""
+    """Packed attention does not support a model."""
 
     def __init__(self, obstacle: str, subject: str = "the model") -> None:
-        remedy = "use --rollout_backend hf, which also trains by the model's own attention"
+        remedy = "use --rollout_backend hf, which also trains with the model's own attention"
         super().__init__(f"{subject} {obstacle}: {remedy}")
         self.obstacle = obstacle
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, context=None, sliding_window=None,
                softcap=None, s_aux=None, **kwargs):  # fmt: skip
-    """Attend as the context says; the arguments are those of transformers' attention functions.
+    """Call the context's attention, with the signature of transformers' attention functions.
 
     The query is [1, H, N, d], key and value are [1, K, N, d]. The result is ([1, N, H, d], None).
     """
@@ -52,17 +52,17 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     return context.attend(module.layer_idx, query[0], key[0], value[0], scaling)[None], None
 
 
-# No mask function is registered under this name, so transformers makes no mask and does not read the positions, which
-# would wait for the device. The context knows which token attends to which.
+# No mask function is registered under this name, so transformers builds no mask and does not read the positions, which
+# would be a sync. The context defines the tokens that each token attends to.
 AttentionInterface.register(NAME, _attention)
 
 
 @contextmanager
 def attention_of(model: PreTrainedModel, name: str = NAME) -> Iterator[None]:
-    """Let the model attend through a registered function while the context manager is open.
+    """Use a registered attention function for the model within the context.
 
-    Afterwards the model attends as before, so that its own `generate` keeps working. Meanwhile it has no padding token
-    either: GPT-2 would look for one among the ids, which waits for the device.
+    Afterwards its own attention is restored, so that `generate` keeps working. Within the context it has no padding
+    token: GPT-2 would search the ids for it, which is a sync.
     """
     config, text = model.config, model.config.get_text_config()
     before, padding = config._attn_implementation, getattr(text, "pad_token_id", None)
@@ -80,11 +80,10 @@ def attention_of(model: PreTrainedModel, name: str = NAME) -> Iterator[None]:
 class PackedAttention:
     """Causal attention within each sequence of a pack, forward and backward, without padding.
 
-    Some of the sequences may be prompts that several completions share. The packed tokens then stand in this order:
-    first the shared prompts; then their branches (the completions of the first prompt, those of the second, and so on),
-    each of which attends to its prompt and to itself; then all other sequences. A branch costs only its own tokens.
-    Its result is what prompt and branch in one sequence would give, up to rounding, because it is one softmax over the
-    keys of both.
+    Some of the sequences may be prompts that several completions share. The order of the packed tokens is then: the
+    shared prompts; their branches (the completions of the first prompt, those of the second, and so on), each of which
+    attends to its prompt and to itself; all other sequences. A branch costs only its own tokens. Its result equals that
+    of prompt and branch in one sequence, up to rounding, because it is one softmax over the keys of both.
     """
 
     def __init__(self, lengths: list[int], device: torch.device | str, branches: Sequence[Sequence[int]] = ()) -> None:

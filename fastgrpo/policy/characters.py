@@ -1,4 +1,4 @@
-"""Small language models whose tokens are characters. Tasks that bring a model of their own make it here."""
+"""Small language models whose tokens are characters, for tasks with a built-in model."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -7,7 +7,7 @@ END = "<eos>"
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token for each character, and one that ends a completion."""
+    """Create a tokenizer with one token per character, and an end token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {token: i for i, token in enumerate([END, *characters])}
@@ -20,7 +20,7 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 def character_model(
     characters: str, seed: int, *, hidden_size: int = 64, layers: int = 3, heads: int = 4, positions: int = 64
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Make a Llama on the CPU with random fp32 weights and a tied head over characters, and its tokenizer."""
+    """Create a Llama over characters, on the CPU with random fp32 weights and a tied head, and its tokenizer."""
     tokenizer = character_tokenizer(characters)
     torch.manual_seed(seed)
     model = LlamaForCausalLM(

@@ -1,4 +1,4 @@
-"""Where a model computes: its device, its dtype, and the optional packages that work there."""
+"""Device and dtype of a model, and checks of optional packages."""
 
 import logging
 from functools import cache
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def choose_device(name: str = "auto", setting: str = "device") -> torch.device:
-    """Find the device that a setting names."""
+    """Return the device that a setting names."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -22,31 +22,31 @@ def choose_device(name: str = "auto", setting: str = "device") -> torch.device:
     except RuntimeError:
         raise ValueError(f"{setting} must be cuda, cuda:N, cpu or auto, got {name!r}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"{setting}={name!r} was asked for, but torch sees no CUDA device; use cpu")
+        raise ValueError(f"{setting} is {name!r}, but torch sees no CUDA device; use cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"{setting}={name!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA device(s)")
+        raise ValueError(f"{setting} is {name!r}, but torch sees {torch.cuda.device_count()} CUDA device(s)")
     return device
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Find the dtype that a setting names; auto is bf16 on GPUs (the optimizer has fp32 masters), and fp32 on CPUs."""
+    """Return the dtype that a setting names; auto is bf16 on GPUs (the optimizer has fp32 masters) and fp32 on CPUs."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, name)
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast the parameters of a model but not its buffers: rotary frequencies in bf16 would be wrong by radians."""
+    """Cast the parameters of a model, but not its buffers: bf16 rotary frequencies give angles wrong by radians."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
 @cache
 def package_obstacle(module: str) -> str | None:
-    """Say why a package cannot be used, as a predicate of what needs it. A package that is there is imported.
+    """Import a package. Return why it cannot be used, as a predicate ("needs ..."), or None.
 
-    A compiled package that was built for another version of torch is installed, but fails when it is imported. That is
-    also logged, once, for whoever goes on without the package.
+    A compiled package that was built for another version of torch is installed, but fails on import. This is also
+    logged once, because "auto" settings continue without the package.
     """
     root = module.partition(".")[0]
     if find_spec(root) is None:

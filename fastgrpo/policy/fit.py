@@ -1,4 +1,4 @@
-"""Checks that prompts fit the policy. Every row is checked before the first step, so that none ends a run midway."""
+"""Checks that prompts fit the policy. All rows are checked before the first step, not in the middle of a run."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,17 +11,17 @@ from fastgrpo.data.records import Prompt, Sample
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.policy.model import Policy
 
-BAR = {"delay": 2, "leave": False, "dynamic_ncols": True}  # how the progress of long checks is shown
+BAR = {"delay": 2, "leave": False, "dynamic_ncols": True}  # settings of the progress bar
 
 
 def check_prompts(prompts: Iterable[Prompt], policy: Policy, max_tokens: int) -> None:
-    """Refuse prompts that the policy cannot hold."""
+    """Raise if a prompt does not fit the policy."""
     for prompt in prompts:
         policy.check_prompt(prompt.ids, max_tokens, f"the prompt {shortened(prompt.prompt)}", "max_completion_length")
 
 
 def _refuse_unknown(prompt, tokenizer):
-    """Refuse a prompt with characters that became the tokenizer's end token, as with `character_tokenizer`."""
+    """Raise if characters of a prompt were tokenized as the end token, as by `character_tokenizer`."""
     text, end = prompt.prompt, tokenizer.eos_token
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     if end is None or getattr(model, "unk_token", None) != end or not isinstance(text, str) or end in text:
@@ -29,8 +29,8 @@ def _refuse_unknown(prompt, tokenizer):
     if tokenizer.eos_token_id in prompt.ids:
         unknown = "".join(sorted({*text} - tokenizer.get_vocab().keys()))
         raise ValueError(
-            f"the prompt {shortened(text)} has characters that the tokenizer has no token for: {unknown!r}; leave them "
-            "out, or make the model with them"
+            f"the prompt {shortened(text)} has characters without a token: {unknown!r}; remove them, or use a "
+            "tokenizer that has them"
         )
 
 
@@ -60,7 +60,7 @@ def check_rows(
     shown: bool = True,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Check every row, and keep nothing of it."""
+    """Check every row."""
     prompts = prompts_of(rows, tokenizer, policy, max_tokens, template_kwargs)
     for _ in tqdm(prompts, desc="check prompts", total=len(rows), disable=not shown, **BAR):
         pass
@@ -74,14 +74,14 @@ def examples_of(
     shown: bool = True,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Iterator[Sample]:
-    """Tokenize every row for supervised training, and check that the policy can hold each example."""
+    """Tokenize every row for supervised training, and check that each example fits the policy."""
 
     def fitting(row):
         examples = to_examples(row, tokenizer, stops, template_kwargs)
         for example in examples:
             policy.check_ids([*example.prompt_ids, *example.ids], "the example")
             what = f"the example has {len(example)} tokens, which"
-            policy.check_length(len(example), what, "shorten it or leave it out")
+            policy.check_length(len(example), what, "shorten or remove it")
         return examples
 
     checked = as_rows(rows, "data").each(fitting)

@@ -11,15 +11,15 @@ logger = logging.getLogger(__name__)
 
 
 def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
-    """Replace RMSNorm, rotary embedding and SwiGLU by liger-kernel's, as far as it has them; the head stays as it is.
+    """Replace RMSNorm, rotary embedding and SwiGLU by liger-kernel's versions, if it has them. The head stays.
 
-    Experts stay as they are too: liger's wait in every layer until the host knows how many tokens each one gets, which
-    no recording as a CUDA graph allows. The rotary embedding is replaced for the model's whole architecture, so that a
-    copy made later, such as the reference, computes the same.
+    Experts are not replaced either: liger's need a sync in every layer to count the tokens of each expert, which a CUDA
+    graph capture does not allow. The rotary embedding is replaced for the model's whole architecture, so that later
+    copies, such as the reference, compute the same.
     """
     obstacle = _obstacle(model, model.device) if wanted is not False else "not wanted"
     if wanted and obstacle:
-        raise ValueError(f"use_liger_kernel=True {obstacle}; leave use_liger_kernel unset to go without")
+        raise ValueError(f"use_liger_kernel=True {obstacle}; omit use_liger_kernel to continue without")
     if obstacle:
         if wanted is None and model.device.type == "cuda":
             logger.warning("liger-kernel is not used, so layers are slower: it %s", obstacle)
@@ -27,12 +27,12 @@ def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     torch.cuda.set_device(model.device)  # liger's rotary embedding launches on the current device
-    swiglu = not any(parameter.ndim == 3 for parameter in model.parameters())  # such a one stacks the experts' weights
+    swiglu = not any(parameter.ndim == 3 for parameter in model.parameters())  # 3-d parameters stack expert weights
     parts = {"rms_norm": True, "swiglu": swiglu, "cross_entropy": False, "fused_linear_cross_entropy": False}
     names = ["RMSNorm", "rotary embedding", *["SwiGLU"] * swiglu]
     try:
         _apply_liger_kernel_to_instance(model, rope=True, **parts)
-    except NotImplementedError:  # as for Qwen3.5 and GLM-4; it is raised before anything is replaced
+    except NotImplementedError:  # for Qwen3.5 and GLM-4; raised before any replacement
         _apply_liger_kernel_to_instance(model, rope=False, **parts)
         names.remove("rotary embedding")
     logger.info("liger-kernel: fused %s for %s", " and ".join(names), model.config.model_type)
@@ -40,12 +40,12 @@ def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
 
 
 def would_apply(model: PreTrainedModel, wanted: bool | None, device: torch.device) -> bool:
-    """Tell whether `apply_liger` would replace the layers of a model, or refuse, once the model is on a device."""
+    """Return whether `apply_liger` would replace the layers of a model on this device, or raise."""
     return bool(wanted) or (wanted is None and _obstacle(model, device) is None)
 
 
 def _obstacle(model, device):
-    """Say why liger-kernel cannot serve this model, as a predicate of the setting, or return None if it can."""
+    """Return why liger-kernel cannot be used for this model, as a predicate ("needs ..."), or None."""
     if device.type != "cuda":
         return f"needs a CUDA device; the model is on {device}"
     missing = package_obstacle("liger_kernel.transformers")
@@ -55,5 +55,5 @@ def _obstacle(model, device):
 
     name = model.config.model_type
     if name not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        return f"does not know the architecture {name}; it knows {', '.join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))}"
+        return f"does not support the architecture {name}, only {', '.join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))}"
     return None

@@ -1,8 +1,8 @@
-"""Micro-batches: which samples go through the policy together, and on which rank.
+"""Micro-batches: assigns samples to micro-batches and ranks.
 
-Micro-batches are filled to their token budget as bins with items, the largest group first, each where it leaves the
-least room (best fit decreasing). Each rank computes the micro-batches of all ranks from the lengths of all samples. So
-the number of passes needs no communication.
+Micro-batches are bins of a token budget, filled by best fit decreasing: the largest group first, each where the least
+room is left. Each rank computes the micro-batches of all ranks from the lengths of all samples, so the number of passes
+needs no communication.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from fastgrpo.ranks import ALONE, Ranks
 
 
 def micro_batches(samples: Sequence[Sample], max_tokens: int, share_prompt: bool = True) -> list[list[int]]:
-    """Split samples into micro-batches of at most `max_tokens` inputs each; returns the indices of each one's samples.
+    """Split samples into micro-batches of at most `max_tokens` inputs, and return the sample indices of each.
 
-    Samples that share a prompt count it once and stay in one micro-batch. They are spread over several only if they
-    exceed `max_tokens` by themselves, or if they fit nowhere whole and there is already one micro-batch more than their
-    tokens need at least. If all fit, they are one micro-batch in their order.
+    Samples that share a prompt count it once and stay in one micro-batch. Such a group is split only if it exceeds
+    `max_tokens`, or if it fits into no micro-batch and there is already one more than the minimum for all tokens. If
+    all samples fit, they are one micro-batch in their order.
     """
     groups, start = [], 0
     for group in prompt_groups(samples, share_prompt):
@@ -43,10 +43,10 @@ class _Bins:
 
     def __init__(self, size, most):
         self.size, self.most = size, most
-        self.left, self.held = [], []  # of each one the tokens that are left, and the indices of its samples
+        self.left, self.held = [], []  # of each micro-batch: tokens left, and indices of its samples
 
     def fitting(self, tokens):
-        """Return the micro-batch with the least room that has room for so many tokens; None where there is none."""
+        """Return the micro-batch with the least room that fits this many tokens, or None."""
         return min((i for i, left in enumerate(self.left) if left >= tokens), key=self.left.__getitem__, default=None)
 
     def another(self):
@@ -59,7 +59,7 @@ class _Bins:
         self.left[place] -= tokens
 
     def spread(self, first, prompt, own):
-        """Put the samples of a group one by one where the most room is left."""
+        """Put the samples of a group one by one into the micro-batch with the most room."""
         place = None
         for index, tokens in enumerate(own, first):
             if place is None or self.left[place] < tokens:
@@ -73,7 +73,7 @@ class _Bins:
 
 @dataclass(frozen=True)
 class Dealer:
-    """Deals samples to ranks. `lockstep` says whether all ranks make equally many passes, as `Policy.lockstep` does."""
+    """Distributes samples over ranks. `lockstep`: all ranks must run equally many passes, see `Policy.lockstep`."""
 
     max_tokens: int
     share_prompt: bool = True
@@ -81,10 +81,10 @@ class Dealer:
     lockstep: bool = False
 
     def shares(self, samples: Sequence[Sample]) -> list[list[int]]:
-        """Deal samples to the ranks, so that each gets about as many tokens.
+        """Distribute samples over the ranks, balanced by tokens. Return the sample indices of each rank.
 
-        The samples of a prompt stay together, unless they alone are more than the share of a rank. The largest groups
-        are dealt first, each to the rank that has the fewest tokens so far.
+        The samples of a prompt stay together, unless they exceed the share of a rank. The largest groups come first,
+        each goes to the rank with the fewest tokens so far.
         """
         size = self.ranks.size
         if size == 1:
@@ -105,18 +105,18 @@ class Dealer:
         return [sorted(share) for share in shares]
 
     def meet(self, what: str) -> None:
-        """Wait on the host until all ranks are there, where their passes wait for each other."""
+        """In lockstep, wait on the host for all ranks."""
         if self.lockstep:
             self.ranks.meet(what)
 
     def passes(self, samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Split the share of this rank into micro-batches."""
+        """Split the share of this rank into micro-batches. In lockstep, empty ones fill it up to the common number."""
         mine = shares[self.ranks.rank]
         parts = [[mine[i] for i in part] for part in self._split(samples, mine)]
         return parts + [[]] * ((self.agreed(samples, shares) or 0) - len(parts))
 
     def agreed(self, samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> int | None:
-        """Count the passes that each rank makes in lockstep."""
+        """Return the number of passes of each rank in lockstep, or None."""
         return max(len(self._split(samples, share)) for share in shares) if self.lockstep else None
 
     def _split(self, samples, share):

@@ -1,8 +1,8 @@
-"""The policy: it turns token ids into hidden states, and has the head that the loss computes with.
+"""The policy: token ids -> hidden states, and the head for the loss.
 
-The engine reaches a model only through `Policy`, which wraps a transformers module. Whatever changes how that module
-is held in memory (adapters, quantization, sharding) attaches here. `Policy.logits` is for the few states that tokens
-are drawn from; the loss never makes the logits of a whole batch.
+The engine uses a model only through `Policy`, which wraps a transformers module. Adapters, quantization and sharding
+are variants of it. `Policy.logits` is for the few states from which tokens are drawn; the loss never computes the
+logits of a whole batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from fastgrpo.policy.lora import ADAPTER, has_adapters, refuse_wrappers
 
 
 def narrow_window(config: PretrainedConfig) -> int | None:
-    """Find the sliding window of a model, if some layers use one that is shorter than the context."""
+    """Return the sliding window of a model if some layers use one shorter than the context, else None."""
     window = getattr(config, "sliding_window", None)
     used = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
     context = getattr(config, "max_position_embeddings", None)
@@ -31,20 +31,20 @@ def narrow_window(config: PretrainedConfig) -> int | None:
 
 
 def padded_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """Compute the hidden states [N, D] of a packed batch by the model's own attention over padded sequences.
+    """Compute the hidden states [N, D] of a packed batch with the model's own attention over padded sequences.
 
-    For models that packed attention cannot run. The result is exact, because each token sees what it would see if its
-    sequence stood alone. It is slower: the padding is computed too, and a prompt for each of its completions. The
-    padding is on the right, where no token sees it.
+    For models that packed attention does not support. The result is exact, since each token attends to its own sequence
+    only: the padding is on the right, where causal attention ignores it. It is slower, because padding is computed too,
+    and prompts once per completion.
     """
     spans = torch.arange(len(batch.input_ids)).split(batch.lengths)
     prompts, rest = spans[: len(batch.branches)], iter(spans[len(batch.branches) :])
     rows = [torch.cat([prompt, next(rest)]) for prompt, own in zip(prompts, batch.branches, strict=True) for _ in own]
     rows = pad_sequence([*rows, *rest], batch_first=True, padding_value=-1)  # [S, T] indices of packed tokens
     place = torch.empty(len(batch.input_ids), dtype=torch.int64)  # [N] index of each packed token among the S * T
-    place[rows[rows >= 0]] = (rows >= 0).flatten().nonzero()[:, 0]  # a prompt's token is read from any of its copies
+    place[rows[rows >= 0]] = (rows >= 0).flatten().nonzero()[:, 0]  # any copy of a prompt's token will do
     ids = batch.input_ids[to_device(rows.clamp(min=0), batch.input_ids.device)]
-    # The mask hides nothing. Without one, transformers would look for several sequences packed into one.
+    # A mask of ones. Without a mask, transformers tries to detect packed sequences.
     out = model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     return out.last_hidden_state.flatten(0, 1)[to_device(place, ids.device)]
 
@@ -55,7 +55,7 @@ Result = TypeVar("Result")
 class HeadWeights(NamedTuple):
     """The language-model head: logits = softcap(states @ weight.T + bias), weight [V, D], bias [V] or None.
 
-    softcap(x) = cap tanh(x / cap), as in Gemma 2 and 3; None without one.
+    softcap(x) = cap tanh(x / cap), as in Gemma 2 and 3, or None.
     """
 
     weight: torch.Tensor
@@ -64,7 +64,7 @@ class HeadWeights(NamedTuple):
 
 
 class Context(Protocol):
-    """The attention of one forward pass: it knows which token attends to which. Training uses `PackedAttention`."""
+    """The attention of one forward pass, which defines the tokens that each token attends to."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
@@ -73,22 +73,22 @@ class Context(Protocol):
 
 
 def head_dim(config: PretrainedConfig) -> int:
-    """Read the width of an attention head."""
+    """Return the width of an attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 class Policy:
-    """A causal LM as the engine uses it.
+    """A causal LM with the interface that the engine needs.
 
     Args:
-        module: A transformers causal LM; `prepare` makes one ready for training.
-        own_attention: Whether it trains by its own attention over padded sequences, because packed attention cannot
-            compute what it does.
-        grouped: Whether it multiplies by grouped products, as mixtures of experts do. None where no dry run has told.
+        module: A transformers causal LM; `prepare` prepares one for training.
+        own_attention: Whether it is trained with its own attention over padded sequences, because packed attention does
+            not support it.
+        grouped: Whether it uses grouped matrix products, as mixtures of experts do. None without a dry run.
     """
 
-    lockstep = False  # whether all ranks must make every forward and backward pass together, as shards need it
-    _copy = staticmethod(torch.Tensor.copy_)  # how a weight is copied into the policy's own
+    lockstep = False  # whether all ranks must run every forward and backward pass together, as with sharded weights
+    _copy = staticmethod(torch.Tensor.copy_)  # copies a value into a weight
 
     def __init__(self, module: PreTrainedModel, own_attention: bool = False, grouped: bool | None = None):
         self.module, self.own_attention, self.grouped = module, own_attention, grouped
@@ -96,21 +96,21 @@ class Policy:
 
     @classmethod
     def of(cls, model: "PreTrainedModel | Policy") -> "Policy":
-        """Return a `Policy` of a transformers causal LM, or the `Policy` itself; ValueError for anything else."""
+        """Wrap a transformers causal LM, or return a `Policy` unchanged. Raise a ValueError for anything else."""
         if isinstance(model, cls):
             return model
-        module = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        module = getattr(model, "_orig_mod", model)  # torch.compile's wrapped module
         refuse_wrappers(module)
         if not isinstance(module, PreTrainedModel) or module.get_output_embeddings() is None:
             raise ValueError(
                 f"the policy must be a transformers causal LM with its head, got a {type(module).__name__}; "
-                "fastgrpo.policy.load.load_policy reads one from a folder or the hub"
+                "load one from a folder or the hub with fastgrpo.policy.load.load_policy"
             )
         return cls(model)
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.module.device
 
     @property
@@ -120,7 +120,7 @@ class Policy:
 
     @property
     def shape(self) -> Any:
-        """The transformers config of the text layers, with their number, width and heads."""
+        """The transformers config of the text layers."""
         return self.module.config.get_text_config()
 
     @property
@@ -131,41 +131,41 @@ class Policy:
 
     @contextmanager
     def gather(self, keep: bool = False) -> Iterator[list[torch.Tensor]]:
-        """Provide a view of every parameter, whole and in memory, while a rollout runs.
+        """Provide a view of every unsharded parameter while a rollout runs.
 
-        Where weights are sharded, they are gathered, see `WholeCopy.gather`. With `keep` they lie at the same addresses
-        the next time, because CUDA graphs read them there.
+        Sharded weights are gathered, see `WholeCopy.gather`. With `keep`, the next call uses the same addresses, which
+        CUDA graphs need.
         """
         yield [parameter.detach() for parameter in self.parameters()]
 
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Provide names and parameters one by one, whole also where weights are sharded."""
+        """Yield names and parameters one by one, gathered if sharded."""
         return ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
 
     def within(self, compute: Callable[[], Result]) -> Result:
         """Run a computation that reads the weights: states, head and loss of one micro-batch.
 
-        Where weights are sharded, they are whole inside of it, and the gradient of its result is reduced to shards. All
-        ranks then have to call this equally often.
+        Sharded weights are gathered during the call, and their gradients are reduced to shards. All ranks must then
+        call this equally often.
         """
         return compute()
 
     def idle_loss(self) -> torch.Tensor:
-        """Compute a loss of 0 by a pass over one token, on a rank that has no samples for a pass of all ranks."""
+        """Compute a loss of 0 by a pass over one token, for a rank without samples in a pass of all ranks."""
         batch = Batch.pack([Sample([0], [0], advantage=0.0)], self.device)
         return self.logps(batch).sum() * 0.0
 
     @property
     def for_rollouts(self) -> "Policy":
-        """The policy that completions are drawn from: this one, or where weights are sharded a whole copy of it."""
+        """The policy for rollouts: this one, or an unsharded copy if its weights are sharded."""
         return self
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """List the policy's own parameters. An update writes them in place, and so raises their version counters."""
+        """Return the policy's own parameters. An update writes them in place, which increments their versions."""
         return list(self.module.parameters())
 
     def states(self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: Context) -> torch.Tensor:
-        """Run packed tokens [N] through the layers, at their positions [N] in their sequences; returns [N, D]."""
+        """Run packed tokens [N], at positions [N] in their sequences, through the layers. Return [N, D]."""
         with attention_of(self.module), self._checkpointing():
             out = self.module.base_model(
                 input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, context=context
@@ -185,7 +185,7 @@ class Policy:
         return self.logps_of(self.completion_states(batch), batch.targets, temperature)
 
     def logps_and_entropy(self, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
-        """Compute [2, M]: the log-probs of a batch's completion tokens, and the entropy of what each was drawn from."""
+        """Compute [2, M]: the log-probs of a batch's completion tokens, and the entropy of each one's distribution."""
         states = self.completion_states(batch)
         weight, bias, softcap = self.head
         return torch.stack(
@@ -197,7 +197,7 @@ class Policy:
 
     def logps_of(self, states: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
         """Compute the fp32 log-probs [M] of tokens [M] from the states [M, D] that predict them."""
-        weight, bias, softcap = self.head  # after the layers: where weights are sharded, the forward pass gathers them
+        weight, bias, softcap = self.head  # read after the layers, whose forward pass gathers sharded weights
         return linear_logprob(states, weight, targets, bias=bias, logit_softcap=softcap, temperature=temperature)
 
     def logits(
@@ -205,8 +205,8 @@ class Policy:
     ) -> torch.Tensor:
         """Compute the logits [R, V] of the few states [R, D] from which tokens are drawn.
 
-        They are fp32 even for 16-bit states, because rounded logits would give wrong log-probs. `product` computes
-        states @ weight.T with fp32 output; None takes torch's.
+        They are fp32 even for 16-bit states, because rounded logits give wrong log-probs. `product` computes
+        states @ weight.T with fp32 output; None uses torch.
         """
         weight, bias, softcap = self.head
         logits = (product or linear_fp32)(states, weight)
@@ -219,41 +219,41 @@ class Policy:
 
         Args:
             ids: The prompt's token ids.
-            max_tokens: The most tokens of its completion.
-            name: What the error calls the prompt.
-            limit: The name of the setting that is `max_tokens`.
+            max_tokens: Maximum number of tokens of its completion.
+            name: Name of the prompt in errors.
+            limit: Name of the setting for `max_tokens` in errors.
         """
         self.check_ids(ids, name)
         what = f"{name} has {len(ids)} tokens; with {limit}={max_tokens} it"
         self.check_length(len(ids) + max_tokens, what, f"shorten the prompt or lower {limit}")
 
     def check_length(self, tokens: int, what: str, remedy: str) -> None:
-        """Refuse a sequence that exceeds the policy's context, or a sliding window of packed attention."""
+        """Raise if a sequence exceeds the policy's context, or the sliding window under packed attention."""
         if self.context is not None and tokens > self.context:
             raise ValueError(f"{what} exceeds the model's context of {self.context}; {remedy}")
         if self.window is not None and tokens > self.window:
             raise ValueError(
-                f"{what} exceeds the sliding window of {self.window} of {type(self.module).__name__}, and the engine's "
-                f"attention has none; {remedy}, or use --rollout_backend hf"
+                f"{what} exceeds the sliding window of {self.window} of {type(self.module).__name__}, which the engine "
+                f"does not support; {remedy}, or use --rollout_backend hf"
             )
 
     @property
     def context(self) -> int | None:
-        """The most tokens of a prompt with its completion; None where the model's config sets no limit."""
+        """Maximum tokens of a prompt with its completion; None if the model's config sets no limit."""
         return getattr(self.shape, "max_position_embeddings", None)
 
     @property
     def window(self) -> int | None:
-        """The most tokens that packed attention computes as the model would; None where its context is no longer."""
+        """Maximum tokens of a sequence under packed attention, because of a sliding window, or None."""
         return None if self.own_attention else narrow_window(self.shape)
 
     def check_ids(self, ids: list[int], name: str) -> None:
-        """Raise ValueError where there are no token ids, or one has no embedding."""
+        """Raise ValueError if there are no token ids, or one has no embedding."""
         if not ids:
             raise ValueError(f"{name} has no tokens")
         embeddings = self.module.get_input_embeddings().weight.shape[0]
         if min(ids) < 0:
-            raise ValueError(f"{name} has the token id {min(ids)}, which is negative; token ids count from 0")
+            raise ValueError(f"{name} has the token id {min(ids)}, which is negative; token ids start at 0")
         if max(ids) >= embeddings:
             raise ValueError(
                 f"{name} has the token id {max(ids)}, but the model has only {embeddings} embeddings; use the "
@@ -261,7 +261,7 @@ class Policy:
             )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the weights that training changes: all of them, or only the adapters where the policy has some."""
+        """Return the trained weights: all, or only the adapters if there are any."""
         weights = self.module.state_dict()
         if has_adapters(self.module):
             return {name: value for name, value in weights.items() if ADAPTER in name}
@@ -269,18 +269,18 @@ class Policy:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Copy what `state_dict` returned into the policy's own storage, which rollouts and the optimizer use too."""
+        """Copy a state into the policy's own storage, which rollouts and the optimizer use too."""
         mine = self.state_dict()
         if {name: value.shape for name, value in mine.items()} != {name: value.shape for name, value in state.items()}:
-            raise ValueError("the weights are of other modules or shapes than the policy's")
+            raise ValueError("the weights have other names or shapes than the policy's")
         for name, value in mine.items():
             self._copy(value, state[name])
 
     @contextmanager
     def _checkpointing(self):
-        """Turn on gradient checkpointing where a backward pass will follow; elsewhere it would only cost time.
+        """Enable gradient checkpointing if gradients are enabled.
 
-        A layer checkpoints where its attribute `training` is True, which it is only inside of this context.
+        A layer checkpoints if its attribute `training` is True, which holds only within this context.
         """
         layers = []
         if torch.is_grad_enabled():

@@ -1,12 +1,12 @@
 """Rollouts: prompts in, completions out, drawn in the trainer's process from the policy's own weights.
 
-The engine uses three words, each for one thing:
+Terms of the engine:
 
 - A *prompt* is the token ids that a request asks to complete, n times. It is computed once for all n completions.
-- A *lane* holds one completion in flight. Every decode step computes one token for each lane. When a completion
-  finishes, its lane is free for the next one.
-- A *slot* is the memory for keys and values. A prompt has one slot, which all its lanes read, and each lane has one for
-  the tokens that it drew.
+- A *lane* holds one completion in flight. Every decode step computes one token per lane. When a completion finishes,
+  its lane is free for the next one.
+- A *slot* is memory for keys and values. A prompt has one slot, which all its lanes read. Each lane has one slot for
+  its drawn tokens.
 """
 
 import importlib
@@ -19,12 +19,12 @@ from fastgrpo.rollout.backend import RolloutBackend
 
 
 def make_backend(policy: Policy, config: Any, reserved: Callable[[], int] | None = None) -> RolloutBackend:
-    """Make the backend that the settings name.
+    """Create the backend named by `config.rollout_backend`.
 
     Args:
-        policy: The policy that draws.
+        policy: The policy to draw from.
         config: Settings with the fields of the engine's section.
-        reserved: How many of the device's free bytes others will take, as for `RolloutEngine`; None for none.
+        reserved: As for `RolloutEngine`.
 
     Returns:
         The backend.

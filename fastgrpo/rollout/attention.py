@@ -1,8 +1,8 @@
-"""The policy's attention in generation.
+"""The policy's attention during generation.
 
-A context receives the queries, keys and values of each layer from `policy/attention.py`, and writes keys and values
-into slots: `PrefillAttention` those of new prompts, `DecodeAttention` those of new tokens of the lanes. A *provider*
-computes the attention of the lanes. `RolloutEngine(attention=...)` names one.
+A context gets the queries, keys and values of each layer from `policy/attention.py`, and writes keys and values into
+slots: `PrefillAttention` for new prompts, `DecodeAttention` for new tokens of the lanes. A *provider* computes the
+attention of the lanes; `RolloutEngine(attention=...)` names one.
 
 Shapes: N packed prompt tokens, n lanes in use, Q new tokens of a lane, K key heads, H query heads, d head width.
 """
@@ -25,13 +25,13 @@ from fastgrpo.rollout.slots import Cache, Slots
 logger = logging.getLogger(__name__)
 
 PROVIDERS = ("triton", "flash_attn", "sdpa", "products")  # in the order in which auto tries them on a GPU
-TOKENS_BEFORE_HEADS = (0, 2, 1)  # the memory order of slots that FlashAttention's functions take
-MANY = 128  # lanes times key heads, from which matrix products are faster than SDPA on a CPU
-# ATen's bmm leaves matrices of 400 multiplications or more to the matrix library, and takes longer for smaller ones. A
-# head is at least 16 wide, so 25 keys are enough; masked keys make up the number.
+TOKENS_BEFORE_HEADS = (0, 2, 1)  # the memory order of slots that FlashAttention's functions need
+MANY = 128  # lanes times key heads from which matrix products are faster than SDPA on a CPU
+# ATen's bmm uses the matrix library from 400 multiplications per matrix, and is slower below that. A head is at least
+# 16 wide, so 25 keys are enough; fewer keys are padded with masked ones.
 LEAST_KEYS = 25
-CHECKED, ALLOWED = 8, 2e-2  # lanes in the check of the kernel, and how far one may be off: probabilities are 16-bit
-FEW_COPIES = 1600  # tokens of prompts; on a CPU it costs less to read so many again than to share the prompts
+CHECKED, ALLOWED = 8, 2e-2  # lanes in the check of the kernel, and relative tolerance for 16-bit probabilities
+FEW_COPIES = 1600  # copied prompt tokens up to which flat slots are faster than shared prompts on a CPU
 
 
 class PrefillAttention(PackedAttention):
@@ -57,7 +57,7 @@ class PrefillAttention(PackedAttention):
         def stored(numbers):
             return to_device(torch.from_numpy(numbers), device)
 
-        # For each token that is stored: its slot, its index in the slot, and its index among the N packed tokens.
+        # For each stored token: its slot, its index in the slot, and its index among the N packed tokens.
         self.slot = stored(np.repeat(np.concatenate(slots_of), sizes))
         self.at = stored(at)
         self.source = stored(np.repeat(np.repeat(starts, copies), sizes) + at)
@@ -73,19 +73,19 @@ class PrefillAttention(PackedAttention):
 
 
 class DecodeAttention:
-    """Attention of new tokens of the first n lanes, to their prompts, the tokens before them, and themselves.
+    """Attention of the new tokens of the first n lanes to their prompts, earlier tokens, and themselves.
 
     By default each lane has one new token.
 
     Args:
         slots: The slots.
-        provider: What computes the attention.
+        provider: The provider that computes the attention.
         token_index: [n] int64 index of the first new token in the slot of each lane.
-        owners: [N] int64 lane of each new token, where the numbers of new tokens differ.
-        offsets: [N] int64 how many new tokens of its lane stand before each.
+        owners: [N] int64 lane of each new token, if the numbers of new tokens differ.
+        offsets: [N] int64 index of each new token among the new tokens of its lane.
     """
 
-    longest = 0  # `PrefillAttention` has already refused sequences that are too long for a sliding window
+    longest = 0  # `PrefillAttention` has already rejected sequences that exceed a sliding window
 
     def __init__(
         self,
@@ -103,13 +103,13 @@ class DecodeAttention:
             new = torch.arange(int(offsets.max()) + 1, device=device)
             self.lanes, self.grid = owners, (n, len(new))
             token_index = (token_index[:, None] + new).squeeze(1)
-        if device.type == "cpu":  # on a GPU this would wait for the device
+        if device.type == "cpu":  # on a GPU this would be a sync
             bounds = tuple(map(int, token_index.aminmax()))
         provider.begin(slots, token_index, bounds)
         if owners is not None:
             token_index = token_index.view(self.grid)[owners, offsets]
         self.token_index = token_index
-        # Where all lanes have the same index, a slice is faster to write than single tokens.
+        # If all lanes have the same index, writing a slice is faster than writing single tokens.
         self.same = bounds[0] if owners is None and bounds and bounds[0] == bounds[1] else None
 
     def attend(
@@ -131,11 +131,11 @@ class DecodeAttention:
 
 
 class Provider(ABC):
-    """What computes the attention of a decode step.
+    """Computes the attention of a decode step.
 
     Attributes:
-        flat: Whether it wants flat slots, in which a copy of the prompt stands before each completion.
-        memory_order: The order of the dimensions [slot, head, token] in memory that it reads fastest.
+        flat: Whether it needs flat slots, which hold a copy of the prompt before each completion.
+        memory_order: Its fastest memory order of the dimensions [slot, head, token].
     """
 
     flat: bool
@@ -143,17 +143,17 @@ class Provider(ABC):
 
     @abstractmethod
     def begin(self, slots: Slots, token_index: torch.Tensor, bounds: tuple[int, int] | None) -> None:
-        """Compute what all layers of a step share.
+        """Prepare a step: compute everything that its layers share.
 
         Args:
             slots: The slots.
             token_index: [n] int64 index of the newest token in the slot of each lane, or [n, Q] of several new tokens.
-            bounds: The smallest and the largest of these, on the host. None on a GPU, where reading them would wait.
+            bounds: The smallest and the largest of these, on the host. None on a GPU, to avoid a sync.
         """
 
     @abstractmethod
     def attend(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
-        """Attend in one layer, each of Q new tokens of a lane to its prompt and to the tokens of the lane up to itself.
+        """Attend in one layer: from each of Q new tokens of a lane to its prompt and the lane's tokens up to itself.
 
         Args:
             query: [n, Q, H, d].
@@ -166,16 +166,16 @@ class Provider(ABC):
 
 
 class SharedPrefix(Provider):
-    """Attention to a shared prompt and to the lane's own tokens, each by a call of `part`, merged by log-sum-exp.
+    """Attention to a shared prompt and to the lane's own tokens, one call of `part` each, merged by log-sum-exp.
 
-    The G lanes of a prompt attend to it together, so that its keys are read once for all of them (Hydragen,
-    arXiv 2402.05099). With the outputs o_i and the log-sum-exps l_i of the two parts' scores,
+    The G lanes of a prompt attend to it together, so that its keys are read once (Hydragen, arXiv 2402.05099). With
+    the outputs o_i and the log-sum-exps l_i of the two parts' scores,
 
         o = exp(l_1 - l) o_1 + exp(l_2 - l) o_2        l = logaddexp(l_1, l_2)
 
     Args:
         part: Computes one part: `products`, or `flash_attn`.
-        memory_order: The order of the dimensions [slot, head, token] in memory that the part reads fastest.
+        memory_order: The part's fastest memory order of the dimensions [slot, head, token].
     """
 
     flat = False
@@ -187,10 +187,10 @@ class SharedPrefix(Provider):
 
     def begin(self, slots: Slots, token_index: torch.Tensor, bounds: tuple[int, int] | None) -> None:
         n, members = len(token_index), slots.members
-        # [prompts, lanes of each]; an empty entry computes lane 0, and nobody reads the result
+        # [prompts, lanes of each]; an empty entry computes lane 0, and its result is not read
         self.lanes = members.clamp(min=0).long()
         entry = torch.zeros(n + 1, dtype=torch.int64, device=members.device)
-        # The entry of each lane among these. Empty entries are written into the spare element at the end.
+        # The entry of each lane. Empty entries are written to the spare last element.
         order = torch.arange(members.numel(), device=members.device)
         entry[torch.where(members >= 0, members, n).flatten().long().clamp(max=n)] = order
         self.entry = entry[:n]
@@ -199,7 +199,7 @@ class SharedPrefix(Provider):
 
     def attend(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
         n, prompts, new = len(query), len(self.lanes), (-1, query.shape[1])
-        part = self.part if query.shape[1] == 1 else products  # only `products` takes a length for each query
+        part = self.part if query.shape[1] == 1 else products  # only `products` supports one length per query
         on_prompt, prompt_lse = part(
             query[self.lanes].flatten(1, 2), cache.prompt_keys[:prompts], cache.prompt_values[:prompts],
             self.prompt_lengths, scale,
@@ -214,13 +214,13 @@ class SharedPrefix(Provider):
 def products(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a part of `SharedPrefix` by plain matrix products, on any device. It has no causal mask.
+    """Compute a part of `SharedPrefix` with matrix products, on any device, without a causal mask.
 
     Args:
         query: [S, Q, H, d], the queries of S slots.
         keys: [S, K, L, d].
         values: [S, K, L, d].
-        lengths: [S] int32. How many keys of each slot count, at least one. Or [S, Q], how many count for each query.
+        lengths: [S] int32, the number of keys of each slot, at least 1. Or [S, Q], one number per query.
         scale: Factor on the scores before the softmax.
 
     Returns:
@@ -247,7 +247,7 @@ def products(
 def flash_attn(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute what `products` does by flash-attn 2, in bf16 or fp16, with one length for each slot."""
+    """Compute the same as `products` with flash-attn 2, in bf16 or fp16, with one length per slot."""
     from flash_attn import flash_attn_with_kvcache
 
     out, lse = flash_attn_with_kvcache(
@@ -258,9 +258,9 @@ def flash_attn(
 
 
 class GroupDecode(Provider):
-    """The Triton kernel, which computes what `SharedPrefix` does in one operation, for one new token of each lane.
+    """The Triton kernel, which computes `SharedPrefix` in one operation, for one new token per lane.
 
-    Its first use is checked on a few lanes (fastgrpo/loss/dispatch.py), and `SharedPrefix` takes over where it fails.
+    Its first use is checked on a few lanes (fastgrpo/loss/dispatch.py). If the check fails, `SharedPrefix` is used.
     """
 
     flat, memory_order = False, TOKENS_BEFORE_HEADS
@@ -286,13 +286,13 @@ class GroupDecode(Provider):
 
         variant = {"dtype": query.dtype, "heads": query.shape[1], "width": query.shape[2],
                    "key heads": cache.keys.shape[1], "lanes of a prompt": self.members.shape[1]}  # fmt: skip
-        remedy = "attention='auto' goes on without it." if self.asked else None
+        remedy = "Use attention='auto' to continue without it." if self.asked else None
         return trusted("group_decode", query.device, variant, lambda: self._difference(query, cache, scale), remedy)
 
     def _fused(self, query, cache, scale):
         from fastgrpo.kernels.decode import group_decode
 
-        prompts = len(self.members)  # the splits of the prompts' keys follow from it
+        prompts = len(self.members)  # determines the splits of the prompts' keys
         return group_decode(
             query, cache.keys, cache.values, self.lengths, cache.prompt_keys[:prompts], cache.prompt_values[:prompts],
             self.prompt_lengths, self.members, scale=scale,
@@ -301,7 +301,7 @@ class GroupDecode(Provider):
     def _difference(self, query, cache, scale):
         """Compare some lanes with softmax(q K^T scale) V over the prompt's and the lane's own keys, in fp32."""
         found = self._fused(query, cache, scale)
-        # The last lane of each of a few prompts: its row of the kernel's block is another each time.
+        # The last lane of a few prompts: each is in another row of the kernel's block.
         in_use = [(prompt, max(row)) for prompt, row in enumerate(self.members.tolist()) if max(row, default=-1) >= 0]
         for prompt, lane in in_use[:CHECKED]:
             ends = self.prompt_lengths[prompt].item(), self.lengths[lane].item()
@@ -318,9 +318,9 @@ class GroupDecode(Provider):
 
 
 class Flat(Provider):
-    """Attention to flat slots, in which nothing is shared, by SDPA.
+    """Attention to flat slots with SDPA.
 
-    On a CPU with many lanes it takes matrix products, which are faster there for one query.
+    On a CPU with many lanes it uses matrix products, which are faster for one query.
     """
 
     flat = True
@@ -358,7 +358,7 @@ class Flat(Provider):
 
 
 def choose_provider(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, copied: int) -> str:
-    """Choose a provider that works for a model."""
+    """Choose a provider that supports a model."""
     if name not in ("auto", *PROVIDERS):
         raise ValueError(f"attention must be one of auto, {', '.join(PROVIDERS)}, got {name!r}")
     if name == "auto" and device.type == "cpu":
@@ -372,7 +372,7 @@ def choose_provider(name: str, device: torch.device, dtype: torch.dtype, head_di
 
 
 def make_provider(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, copied: int) -> Provider:
-    """Make the provider that `choose_provider` names, and log the choice once."""
+    """Create the provider that `choose_provider` returns, and log the choice once."""
     asked, name = name, choose_provider(name, device, dtype, head_dim, copied)
     _log_once(name, device.type)
     if name == "triton":
@@ -386,7 +386,7 @@ def make_provider(name: str, device: torch.device, dtype: torch.dtype, head_dim:
 
 
 def _obstacle(name, device, dtype, head_dim):
-    """Say why a provider does not work for a model, as a predicate of the provider, or return None if it does."""
+    """Return why a provider does not support a model, as a predicate ("needs ..."), or None."""
     if name in ("sdpa", "products"):
         return None
     if device.type != "cuda":
@@ -399,12 +399,12 @@ def _obstacle(name, device, dtype, head_dim):
         if not launch.runs_on(device):
             return "needs an NVIDIA GPU of compute capability 8.0 or newer"
         if dtype not in launch.DTYPES:
-            return f"takes bf16, fp16 and fp32; the model is {dtype}"
-        return None if head_dim <= 256 else f"takes heads of a width of at most 256; the model's have {head_dim}"
+            return f"supports bf16, fp16 and fp32; the model is {dtype}"
+        return None if head_dim <= 256 else f"supports a head width of at most 256; the model has {head_dim}"
     if dtype not in (torch.float16, torch.bfloat16):
-        return f"takes bf16 and fp16; the model is {dtype}"
+        return f"supports bf16 and fp16; the model is {dtype}"
     if head_dim > 256 or head_dim % 8:
-        return f"takes heads whose width is a multiple of 8 and at most 256; the model's have {head_dim}"
+        return f"supports head widths that are multiples of 8 and at most 256; the model has {head_dim}"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "needs compute capability 8.0 or newer"
     return package_obstacle(FLASH_ATTN)

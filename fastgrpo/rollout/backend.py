@@ -17,13 +17,13 @@ from fastgrpo.rollout.sampling import SamplingParams, integer, integers
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt whose completions are to be drawn.
+    """A prompt to complete.
 
     Attributes:
-        request_id: Its number. Seed and number together decide the random numbers of its draws.
+        request_id: Its number. Seed and number together determine the random numbers of its draws.
         prompt_ids: Token ids of the prompt.
-        limits: For each completion, how many tokens it may have at most.
-        sampling: How to draw.
+        limits: Maximum number of tokens of each completion.
+        sampling: Sampling parameters.
     """
 
     request_id: int
@@ -33,14 +33,14 @@ class Request:
 
 
 class RolloutBackend(ABC):
-    """Draws completions. Requests begin in the order they came and finish in any order.
+    """Draws completions. Requests start in the order of arrival and finish in any order.
 
-    Prompts can be added, and groups taken and cancelled, while others are in flight. The weights must not change while
-    any request is in flight.
+    Requests can be added and aborted while others are in flight. The weights must not change while a request is in
+    flight.
 
     Args:
-        model: The policy that draws: a `Policy`, or a transformers causal LM.
-        max_num_seqs: How many completions are in flight at once; more wait.
+        model: The policy: a `Policy`, or a transformers causal LM.
+        max_num_seqs: Maximum number of completions in flight; others wait.
 
     Raises:
         ValueError: `max_num_seqs` is below 1.
@@ -57,12 +57,12 @@ class RolloutBackend(ABC):
 
     @classmethod
     def from_config(cls, policy: Policy, config: Any, reserved: Callable[[], int] | None = None) -> "RolloutBackend":
-        """Make the backend that settings describe.
+        """Create the backend from settings.
 
         Args:
-            policy: The policy that draws.
+            policy: The policy to draw from.
             config: Settings with the fields of the engine's section.
-            reserved: How many of the device's free bytes others will take; a backend that plans no memory ignores it.
+            reserved: As for `RolloutEngine`; ignored by backends that plan no memory.
 
         Returns:
             The backend.
@@ -81,17 +81,17 @@ class RolloutBackend(ABC):
 
         Args:
             prompt_ids: Token ids of the prompt.
-            n: How many completions.
-            sampling: How to draw; requests in flight together must agree in all but seed and max_tokens.
-            request_id: Number of the request, from 0 to 2^63 - 1. Seed and number together decide the random numbers of
-                its draws. None takes the next number.
-            max_tokens: n limits, where they differ among the completions. None takes the limit of `sampling` for all.
+            n: Number of completions.
+            sampling: Sampling parameters. All requests in flight must have the same, except seed and max_tokens.
+            request_id: Number of the request, from 0 to 2^63 - 1. Seed and number together determine the random numbers
+                of its draws. None means the next number.
+            max_tokens: n limits, one per completion. None means the limit of `sampling` for all.
 
         Returns:
             The request_id.
 
         Raises:
-            ValueError: The request cannot be drawn.
+            ValueError: The request is invalid.
         """
         sampling = sampling or SamplingParams()
         if sampling.seed is None:
@@ -121,24 +121,21 @@ class RolloutBackend(ABC):
             raise ValueError(f"max_tokens must be {n} positive limits, got {limits}")
         self.policy.check_prompt(request.prompt_ids, max(limits), f"prompt {number}")
         if number in self.unfinished:
-            raise ValueError(f"request {number} is in flight; wait for it or choose another request_id")
+            raise ValueError(f"request {number} is in flight; wait for it or pass another request_id")
         for other in self.unfinished.values():
             mine, theirs = ((s.distribution, s.stop_token_ids) for s in (request.sampling, other.sampling))
             if mine != theirs:
                 raise ValueError(
-                    f"requests in flight share temperature, filters, penalty and stop tokens: {mine} is not {theirs}; "
-                    "finish or abort the others first"
+                    "requests in flight must have the same temperature, filters, penalty and stop tokens, got "
+                    f"{mine} beside {theirs}; finish or abort the others first"
                 )
-            break  # the others agree with one another
+            break  # all others have the same
 
     def abort_request(self, request_id: int) -> int:
-        """Drop a request that waits or runs. An unknown or finished request is ignored.
-
-        Args:
-            request_id: Its number.
+        """Drop a waiting or running request. Unknown and finished requests are ignored.
 
         Returns:
-            How many tokens of its completions had been drawn.
+            The number of drawn tokens of its completions.
         """
         request = self.unfinished.pop(request_id, None)
         drawn = 0
@@ -150,30 +147,30 @@ class RolloutBackend(ABC):
 
     @abstractmethod
     def _stop(self, request):
-        """Drop a request that runs. Returns how many tokens of its completions had been drawn."""
+        """Drop a running request, and return the number of its drawn tokens."""
 
     def work_left(self) -> int:
-        """Count the tokens that the unfinished requests take at most: of prompts to read and of completions to draw."""
+        """Return the maximum number of tokens left in unfinished requests: prompts and completions."""
         return sum(len(request.prompt_ids) + sum(request.limits) for request in self.unfinished.values())
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request waits or runs."""
+        """Return whether any request is waiting or running."""
         return bool(self.unfinished)
 
     @abstractmethod
     def step(self) -> dict[int, list[Sample]]:
-        """Work for a while.
+        """Advance the requests.
 
         Returns:
-            The completions of the groups that finished meanwhile, by request_id.
+            The completions of the groups that finished, by request_id.
         """
 
     def metrics(self) -> dict[str, float]:
-        """Return what the backend measured since it was last idle.
+        """Return the metrics since the backend was last idle.
 
         Returns:
             `rollout/live_mean`, the mean number of completions in flight, and `rollout/live_share`, that mean divided
-            by the largest number in flight. Empty where the backend does not count them.
+            by the largest number in flight. Empty if the backend does not count them.
         """
         if not self.live_lanes:
             return {}
@@ -188,21 +185,20 @@ class RolloutBackend(ABC):
         progress: Callable[[float], object] | None = None,
         request_ids: Sequence[int] | None = None,
     ) -> list[Sample]:
-        """Draw G completions of each prompt, to the end.
+        """Draw G completions of each prompt, and wait for all of them.
 
         Args:
-            prompts: B lists of token ids, none of them empty. There may be none.
+            prompts: B >= 0 lists of token ids, none of them empty.
             num_generations: G.
-            sampling: How to draw.
-            progress: A function that is called with the share of the work that was just done, or None. The shares add
-                up to 1; `work_left` measures them.
-            request_ids: B different numbers of the requests, which decide the draws. None takes 0 to B - 1.
+            sampling: Sampling parameters.
+            progress: Called with the share of the work done since the last call, or None. The shares add up to 1.
+            request_ids: B different request numbers, which determine the draws. None means 0 to B - 1.
 
         Returns:
-            B * G rollouts; those of a prompt stand side by side.
+            B * G samples; those of a prompt are adjacent.
 
         Raises:
-            ValueError: A prompt cannot be completed, or the backend is not idle.
+            ValueError: A prompt is invalid, or the backend is not idle.
         """
         if self.has_unfinished_requests():
             raise ValueError("generate needs an idle backend; finish or abort the requests in flight first")

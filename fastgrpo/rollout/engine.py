@@ -1,13 +1,13 @@
-"""The generation loop: it takes prompts and returns completions with the log-probs of their draws.
+"""The generation loop: takes prompts, and returns completions with the log-probs of their tokens.
 
-It runs the policy's own module through the registered attention, so there is no lasting copy of the weights that would
-have to follow an update. No request may be in flight during an optimizer step, so no key or value of old weights is
-ever read. A prompt is computed once for its group. When a completion finishes, the next group takes over its lane; when
-no group waits, the last lanes move into the gaps. On a GPU a step is one CUDA graph, and the host looks for finished
-lanes every POLL_STEPS steps.
+It runs the policy's own module through the registered attention, so no copy of the weights must be synced after an
+update. No request may be in flight during an optimizer step, so keys and values of old weights are never read. A prompt
+is computed once for its group. When a completion finishes, a waiting group takes over its lane. If no group waits, the
+last lanes move into the gaps. On a GPU a step is one CUDA graph, and the host polls for finished lanes every POLL_STEPS
+steps.
 
-Shapes: B prompts, G completions each, R lanes of which n are in use, S lanes of a call, C most tokens of a completion,
-V vocabulary.
+Shapes: B prompts, G completions each, R lanes of which n are in use, S lanes of a call, C maximum tokens of a
+completion, V vocabulary.
 """
 
 import math
@@ -29,15 +29,15 @@ from fastgrpo.rollout.sampling import sample, sample_penalized, uniforms
 from fastgrpo.rollout.slots import Slots, bucket, copied_tokens, fit, kv_token_bytes, memory_left, settled
 from fastgrpo.rollout.weights import HeldWeights
 
-COMPACT_BELOW = 0.9  # gaps are closed when a smaller share of the lanes is in use: a copy costs less than idle lanes
+COMPACT_BELOW = 0.9  # gaps are closed if a smaller share of the lanes is in use: a copy costs less than idle lanes
 ADMIT_FROM = 0.25  # waiting groups start when this share of the lanes is free: a prefill costs several decode steps
 PREFILL_TOKENS = 16384  # prompt tokens of one prefill pass
-POLL_STEPS = 8  # decode steps between two looks at the GPU's finished flags; on a CPU every step is looked at
+POLL_STEPS = 8  # decode steps between two reads of the GPU's finished flags; on a CPU they are read every step
 
 
 @dataclass(eq=False)
 class Group:
-    """A request that runs: its prompt's slot, the lane on which each completion began, and finished ones by number."""
+    """A running request: its prompt slot, the first lane of each completion, and finished samples by number."""
 
     request: Request
     slot: int
@@ -47,21 +47,21 @@ class Group:
 
 @dataclass(eq=False, slots=True)
 class Running:
-    """A completion in flight. After the decode step `end` it has reached its limit."""
+    """A completion in flight. It reaches its limit after decode step `end`."""
 
     group: Group
     number: int
     end: int
 
     def drawn(self, steps: int) -> int:
-        """Count its tokens."""
+        """Return the number of its tokens."""
         return self.group.request.limits[self.number] - (self.end - steps)
 
 
 class Lanes:
     """The state of R lanes, each of which holds one completion in flight.
 
-    A finished lane is still computed until the host takes its completion, but its state does not change any more.
+    A finished lane is still computed until the host takes its completion, but its state no longer changes.
     """
 
     def __init__(self, count: int, capacity: int, device: torch.device) -> None:
@@ -71,29 +71,29 @@ class Lanes:
         self.index = torch.arange(count, device=device)
         self.token = zeros(count)  # the token drawn last, which is the next input
         self.position = zeros(count)  # the position of that token in prompt and completion
-        self.length = zeros(count) + 1  # how many tokens were drawn
-        self.limit = zeros(count)  # how many tokens are drawn at most
+        self.length = zeros(count) + 1  # number of drawn tokens
+        self.limit = zeros(count)  # maximum number of drawn tokens
         self.finished = zeros(count, dtype=torch.bool) | True
-        # The last column is a spare one, into which a finished lane of C tokens writes.
+        # Finished lanes of C tokens write into the last column, which is spare.
         self.uniforms = zeros(count, capacity + 1, dtype=torch.float32)
         self.tokens = zeros(count, capacity + 1)
         self.logps = zeros(count, capacity + 1, dtype=torch.float32)
-        self.spoilt = False  # whether a log-prob was not finite; then keys and values may not be finite either
-        self.kept = None  # the probability that the filters left at each draw; see `keep_mass`
+        self.spoilt = False  # True if a log-prob was not finite; keys and values may then not be finite either
+        self.kept = None  # probability mass kept by the filters at each draw; see `keep_mass`
         self.seen = None  # [R, V] bool, the tokens of prompt and completion; see `keep_seen`
 
     def keep_mass(self) -> None:
-        """Record from now on how much probability the filters leave at each draw."""
+        """Start to record the probability mass that the filters keep at each draw."""
         if self.kept is None:
             self.kept = torch.zeros_like(self.logps)
 
     def keep_seen(self, vocabulary: int) -> None:
-        """Record from now on which tokens the prompt and the completion of each lane hold."""
+        """Start to record the tokens in the prompt and completion of each lane."""
         if self.seen is None:
             self.seen = torch.zeros(len(self.token), vocabulary, dtype=torch.bool, device=self.token.device)
 
     def see(self, lanes: torch.Tensor, ids: torch.Tensor, owners: torch.Tensor, prompts: torch.Tensor) -> None:
-        """Note the tokens `ids` [N] of the prompts `owners` [N], for new completions of `prompts` [S] on lanes [S]."""
+        """Record the tokens `ids` [N] of the prompts `owners` [N], for completions of `prompts` [S] on lanes [S]."""
         held = self.seen.new_zeros(len(lanes), self.seen.shape[1])  # there are no more prompts than completions
         held[owners, ids] = True
         self.seen[lanes] = held[prompts]
@@ -101,7 +101,7 @@ class Lanes:
     def start(
         self, lanes: torch.Tensor, prompt_lengths: torch.Tensor, limits: torch.Tensor, uniforms: torch.Tensor
     ) -> None:
-        """Start new completions, with prompt lengths [S], limits [S] and random numbers [S, at most C]."""
+        """Start new completions with prompt lengths [S], limits [S] and random numbers [S, at most C]."""
         self.position[lanes] = prompt_lengths - 1
         self.length[lanes] = 0
         self.limit[lanes] = limits
@@ -120,7 +120,7 @@ class Lanes:
         kept: torch.Tensor,
         stop_ids: torch.Tensor,
     ) -> None:
-        """Append a drawn token to each lane that is not finished, and finish the lanes that stopped or are full."""
+        """Append a drawn token to each unfinished lane. Mark lanes that stopped or are full as finished."""
         live, at, index = ~self.finished[lanes], self.length[lanes], self.index[lanes]
         self.tokens[index, at] = drawn
         self.logps[index, at] = logps
@@ -137,9 +137,9 @@ class Lanes:
     def append(
         self, lanes: torch.Tensor, counts: torch.Tensor, owners: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor
     ) -> None:
-        """Append given tokens to lanes [S] that are not finished, fewer than their limits leave. Their log-probs are 0.
+        """Append given tokens, with log-prob 0, to unfinished lanes [S]. Their limits must leave room for one more.
 
-        Lane i gets counts[i] of the ids [N]. `owners` [N] are their lanes; `offsets` [N] is how many stand before each.
+        Lane i gets counts[i] of the ids [N]. `owners` [N] are their lanes, `offsets` [N] their indices in these tokens.
         """
         at = self.length[owners] + offsets
         self.tokens[owners, at] = ids
@@ -153,22 +153,22 @@ class Lanes:
         self.token[lanes] = ids[counts.cumsum(0) - 1]
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Continue the completions of the lanes `sources` [S] on the lanes `targets` [S], none of which is a source."""
+        """Move the completions of the lanes `sources` [S] to the lanes `targets` [S], which are disjoint from them."""
         for name in ("token", "position", "length", "limit", "finished", "uniforms", "tokens", "logps", "kept", "seen"):
             tensor = getattr(self, name)
             if tensor is not None:
                 tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
     def forgive(self) -> None:
-        """Reset the log-probs of all lanes, after some were not finite."""
+        """Reset the log-probs of all lanes after some were not finite."""
         self.logps.zero_()
         self.spoilt = False
 
     def take(self, lanes: torch.Tensor) -> list[tuple[list[int], torch.Tensor, torch.Tensor | None]]:
-        """Copy completions to the host, and note whether a log-prob was not finite.
+        """Copy completions to the host, and set `spoilt` if a log-prob is not finite.
 
-        Returns for each lane its token ids, their fp32 log-probs, and the probability that the filters left at each
-        draw, or None if it was not recorded.
+        Returns for each lane its token ids, their fp32 log-probs, and the probability mass that the filters kept at
+        each draw, or None if it was not recorded.
         """
         lengths = self.length[lanes].tolist()
         longest = max(lengths)
@@ -183,20 +183,20 @@ class Lanes:
 
 
 class RolloutEngine(RolloutBackend):
-    """Generates from a policy in place: any causal LM that uses transformers' attention interface.
+    """Generates with the policy's own weights: any causal LM that uses transformers' attention interface.
 
     Args:
-        model: The policy that draws: a `Policy`, or a transformers causal LM.
-        max_num_seqs: How many completions are in flight at once; more wait.
-        attention: The name of a provider of decode attention, see attention.py.
-        memory_utilization: The share of the device's free memory, when the first request comes, that keys and values
-            may take.
-        enforce_eager: Whether to decode without CUDA graphs. A model that cannot be recorded goes without them anyway.
-        reserved: A function that returns how many of the free bytes something else will take later (such as the
-            optimizer's states before its first step). None stands for 0.
+        model: The policy: a `Policy`, or a transformers causal LM.
+        max_num_seqs: Maximum number of completions in flight; others wait.
+        attention: Name of a provider of decode attention, see attention.py.
+        memory_utilization: Maximum share of the device's free memory for keys and values, measured at the first
+            request.
+        enforce_eager: Whether to decode without CUDA graphs. Models that cannot be captured never use them.
+        reserved: Returns the bytes of free memory that will be allocated later, such as the optimizer's states before
+            its first step. None means 0.
 
     Raises:
-        ValueError: An argument is out of range, or the provider does not work here.
+        ValueError: An argument is out of range, or the provider does not support the model or device.
     """
 
     def __init__(
@@ -213,12 +213,12 @@ class RolloutEngine(RolloutBackend):
         Interval(above=0, at_most=1).check("memory_utilization", memory_utilization)
         self.attention, self.memory_utilization, self.reserved = attention, memory_utilization, reserved
         self.on_gpu = self.policy.device.type == "cuda"
-        if attention != "auto":  # what cannot work is refused before anything is drawn
+        if attention != "auto":  # raise early if the provider does not support the model
             choose_provider(attention, self.policy.device, self.policy.dtype, head_dim(self.policy.shape), 0)
         self.graphs = Graphs(self.policy.device, recordable(self.policy, enforce_eager))
-        self.budget, self.left = None, math.inf  # bytes for keys and values, and the bytes that they are a share of
+        self.budget, self.left = None, math.inf  # bytes for keys and values; free bytes, of which they are a share
         self.phases = {}  # the geometry of each phase, see `settled`
-        self.running = []  # the Running of each lane up to the last one in use; None where a lane is free
+        self.running = []  # the Running of each lane up to the last one in use; None for a free lane
         self.geometry = self.slots = self.lanes = self.provider = None
         self.stops = {}  # stop ids on the device; graphs read them
         self.weights = HeldWeights(self.policy, self.graphs)
@@ -226,7 +226,7 @@ class RolloutEngine(RolloutBackend):
 
     @classmethod
     def from_config(cls, policy: Policy, config: Any, reserved: Callable[[], int] | None = None) -> "RolloutEngine":
-        """Make the engine that settings describe."""
+        """Create the engine from settings."""
         return cls(
             policy,
             max_num_seqs=config.max_num_seqs,
@@ -240,19 +240,19 @@ class RolloutEngine(RolloutBackend):
         if not lanes:  # its prefill failed
             return 0
         index, done = self._tensor(lanes), self.running[lanes[0]].group.done
-        taken = self.lanes.take(index)  # for the number of tokens, and to note whether their log-probs are finite
+        taken = self.lanes.take(index)  # counts the tokens, and checks that their log-probs are finite
         self.lanes.finished[index] = True
         self._leave(lanes)
         return sum(len(rollout.ids) for rollout in done.values()) + sum(len(ids) for ids, *_ in taken)
 
     def abort_request(self, request_id: int) -> int:
-        """Drop a request, waiting or running; returns how many tokens had been drawn of its completions."""
+        """Drop a waiting or running request, and return the number of its drawn tokens."""
         drawn = super().abort_request(request_id)
         self._release()
         return drawn
 
     def work_left(self) -> int:
-        """Count the tokens that are left at most: prompts of waiting requests, and what may yet be drawn."""
+        """Return the maximum number of tokens left: prompts of waiting requests, and tokens still to draw."""
         waiting = sum(len(request.prompt_ids) + sum(request.limits) for request in self.waiting)
         return waiting + sum(running.end - self.steps for running in self.running if running)
 
@@ -263,13 +263,13 @@ class RolloutEngine(RolloutBackend):
 
     @torch.no_grad()
     def step(self) -> dict[int, list[Sample]]:
-        """Admit waiting groups, decode until the next look, and collect what finished.
+        """Admit waiting groups, decode until the next poll, and collect finished groups.
 
         Returns:
-            The completions of the groups that finished meanwhile, by request_id.
+            The completions of the groups that finished, by request_id.
 
         Raises:
-            ValueError: The weights changed while requests were in flight, or there is no memory for a group.
+            ValueError: The weights changed while requests were in flight, or a group does not fit into memory.
         """
         if not self.has_unfinished_requests():
             return {}
@@ -289,14 +289,14 @@ class RolloutEngine(RolloutBackend):
         return len(self.running) - self.running.count(None)
 
     def _begin(self):
-        """Make ready for the waiting requests, when none is in flight."""
+        """Prepare for the waiting requests. No request is in flight."""
         self.weights.hold(max(max(request.limits) for request in self.waiting))
         if self.lanes and self.lanes.spoilt:
             self.slots.zero()
             self.lanes.forgive()
 
     def _admit(self):
-        """Start waiting groups on free lanes, when enough are free."""
+        """Start waiting groups if enough lanes are free."""
         if not self.waiting:
             return
         if not any(self.running):
@@ -315,7 +315,7 @@ class RolloutEngine(RolloutBackend):
         while self.waiting and slots and len(free) >= len(self.waiting[0].limits):
             request = self.waiting[0]
             if not self.geometry.holds(len(request.prompt_ids), request.limits):
-                break  # it waits until the lanes are empty and can be made anew
+                break  # it waits until no lane is in use and the slots can be reallocated
             if groups and tokens + len(request.prompt_ids) > PREFILL_TOKENS:
                 self._start(groups)
                 groups, tokens = [], 0
@@ -326,7 +326,7 @@ class RolloutEngine(RolloutBackend):
             self._start(groups)
 
     def _make_room(self):
-        """Make lanes, slots and provider for the waiting requests, unless the present ones are to stay."""
+        """Allocate lanes and slots for the waiting requests, unless `settled` keeps the current geometry."""
         policy, sampling = self.policy, self.waiting[0].sampling
         shape = policy.shape
         self.sampling = sampling
@@ -337,12 +337,12 @@ class RolloutEngine(RolloutBackend):
         if self.budget is None:
             self.left = memory_left(policy.device, self.reserved() if self.reserved else 0)
             self.budget = int(self.memory_utilization * self.left)
-        # A penalty notes for each lane which tokens of the vocabulary it holds, a byte each.
+        # A penalty needs one byte per lane and token of the vocabulary.
         budget = self.budget - (self.max_num_seqs * len(policy.head.weight) if sampling.penalizes else 0)
         limits = self.max_num_seqs, kv_token_bytes(shape, policy.dtype), budget, provider.flat, self.left
         try:
             new = fit(requests, *limits)
-        except ValueError:  # longest prompt and largest group may be of different requests: fit the first one alone
+        except ValueError:  # longest prompt and largest group may belong to different requests: fit the first only
             new, requests = fit(requests[:1], *limits), requests[:1]
         new = settled(self.phases, new, requests, *limits[1:3])
         if new == self.geometry:
@@ -354,7 +354,7 @@ class RolloutEngine(RolloutBackend):
         self.lanes = Lanes(new.lanes, new.capacity, policy.device)
 
     def _start(self, groups):
-        """Prefill groups and put their completions on their lanes. If the prefill fails, the groups wait again."""
+        """Prefill groups and assign their completions to lanes. If the prefill fails, requeue the groups."""
         try:
             self._prefill(groups)
         except BaseException:
@@ -401,7 +401,7 @@ class RolloutEngine(RolloutBackend):
     def _decode(self):
         """Draw one more token on every lane."""
         n, most = len(self.running), self.geometry.lanes
-        if self.on_gpu:  # only few sizes are used: each is a graph of its own, and kernels are compiled for it
+        if self.on_gpu:  # few sizes, because each needs its own graph and compiled kernels
             n = bucket(n, most)
         key = n, self.slots.members.shape, self.sampling.stop_token_ids, *self.sampling.distribution.values()
         self.graphs.run(key, lambda: self._step(n))
@@ -409,7 +409,7 @@ class RolloutEngine(RolloutBackend):
 
     @torch.inference_mode()
     def _step(self, n):
-        """Compute one decode step, which a graph may record: it reads and writes only tensors of lanes and slots."""
+        """Compute one decode step. A graph can capture it: it reads and writes only tensors of lanes and slots."""
         lanes = self.lanes
         token_index = lanes.position[:n] if self.geometry.flat else lanes.length[:n] - 1
         context = DecodeAttention(self.slots, self.provider, token_index)
@@ -417,16 +417,16 @@ class RolloutEngine(RolloutBackend):
 
     @torch.inference_mode()
     def append(self, given: Mapping[int, Sequence[int]]) -> None:
-        """Append given tokens, such as a tool's answer, to lanes that have not finished, in one forward pass.
+        """Append given tokens, such as a tool's answer, to unfinished lanes in one forward pass.
 
-        The next decode step draws the token after them. They count toward the limit of their completion, which must
-        leave room for that token, and their log-probs are 0. `given` has token ids by lane.
+        `given` has token ids by lane. Their log-probs are 0. They count toward the limit of their completion, which
+        must leave room for one more token: the next decode step draws it.
         """
         self.weights.check()
         lanes, index = self.lanes, self._tensor(list(given))
         counts = self._tensor([len(tokens) for tokens in given.values()])
         ids = self._tensor([token for tokens in given.values() for token in tokens])
-        # The pass computes the newest token of each lane and all given ones but the last, which is the next input.
+        # The inputs are the newest token of each lane and all given ones except the last, which is the next input.
         owners = index.repeat_interleave(counts)
         ends = counts.cumsum(0)
         offsets = torch.arange(len(ids), device=ids.device) - (ends - counts).repeat_interleave(counts)
@@ -441,7 +441,7 @@ class RolloutEngine(RolloutBackend):
             self.running[lane].end -= len(tokens)
 
     def _draw(self, lanes, logits):
-        """Draw a token on each of these lanes, a slice or [S], from its logits [S, V]."""
+        """Draw a token for each of these lanes, a slice or [S], from logits [S, V]."""
         numbers, how = self.lanes.draws(lanes), self.sampling.distribution
         if self.sampling.penalizes:
             drawn = sample_penalized(logits, self.lanes.seen[lanes], numbers, **how)
@@ -450,7 +450,7 @@ class RolloutEngine(RolloutBackend):
         self.lanes.record(lanes, *drawn, self.stop_ids)
 
     def _collect(self):
-        """Look at the finished flags, and take the completions that finished off their lanes."""
+        """Read the finished flags, copy finished completions to the host, and free their lanes."""
         self.live_lanes.append(self._live())
         finished = self.lanes.finished[: len(self.running)].tolist()
         lanes = [lane for lane, running in enumerate(self.running) if running and finished[lane]]
@@ -474,7 +474,7 @@ class RolloutEngine(RolloutBackend):
         return outputs
 
     def _leave(self, lanes):
-        """Free these lanes. Where no group waits for them, the last lanes move into the gaps once these are many."""
+        """Free these lanes. If no group waits and many lanes are free, move the last lanes into the gaps."""
         for lane in lanes:
             self.running[lane] = None
         live, before = self._live(), len(self.running)

@@ -1,4 +1,4 @@
-"""CUDA graphs of the decode step, which launch layers, head, draw and bookkeeping at once."""
+"""CUDA graphs of the decode step: one launch for layers, head, sampling and bookkeeping."""
 
 import logging
 from collections.abc import Callable, Hashable
@@ -10,13 +10,13 @@ from fastgrpo.policy.model import Policy
 
 logger = logging.getLogger(__name__)
 
-# Compute capabilities (the first number) at which torch's grouped products of bf16 leave the sizes of the groups on the
-# device. Elsewhere they copy them to the host, which a recording does not allow.
+# Major compute capabilities at which torch's grouped bf16 products keep the group sizes on the device. Otherwise they
+# copy them to the host, which a graph capture does not allow.
 GROUPED_ON_DEVICE = (9, 10)
 
 
 def graph_obstacle(policy: Policy, capability: tuple[int, int]) -> str | None:
-    """Say why the decode step of a policy cannot be recorded as a CUDA graph."""
+    """Return why the decode step of a policy cannot be captured as a CUDA graph, or None."""
     name, obstacle, grouped = type(policy.module).__name__, None, policy.grouped
     if grouped is None:
         obstacle, grouped = dry_run(policy.module)
@@ -25,11 +25,11 @@ def graph_obstacle(policy: Policy, capability: tuple[int, int]) -> str | None:
     if not grouped or (policy.dtype == torch.bfloat16 and capability[0] in GROUPED_ON_DEVICE):
         return None
     where = f"for {policy.dtype} at compute capability {'.'.join(map(str, capability))}"
-    return f"the grouped products of the experts of {name} wait for the host {where}"
+    return f"the grouped products of the experts of {name} need a sync {where}"
 
 
 def recordable(policy: Policy, enforce_eager: bool) -> bool:
-    """Decide whether decode steps are recorded as CUDA graphs, and log why where a GPU goes without."""
+    """Return whether decode steps can be captured as CUDA graphs. If not, on a GPU, log why."""
     if policy.device.type != "cuda" or enforce_eager:
         return False
     obstacle = graph_obstacle(policy, torch.cuda.get_device_capability(policy.device))
@@ -39,7 +39,7 @@ def recordable(policy: Policy, enforce_eager: bool) -> bool:
 
 
 class Graphs:
-    """Records steps as CUDA graphs, one for each key, and replays them."""
+    """Captures steps as CUDA graphs, one per key, and replays them."""
 
     def __init__(self, device: torch.device, enabled: bool) -> None:
         self.device, self.enabled = device, enabled
@@ -47,14 +47,14 @@ class Graphs:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all graphs, because the tensors that they read and write are about to be freed."""
+        """Drop all graphs, before the tensors they use are freed."""
         self.seen, self.graphs, self.pool = set(), {}, None
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
-        """Run a step, or replay the graph that was recorded for its key.
+        """Run a step, or replay the graph captured for its key.
 
-        The first run of a key is eager, because it compiles kernels and sets up the workspaces of libraries. The second
-        run records what the step launches, which computes nothing, and replays it. All later runs replay it.
+        The first run of a key is eager, because it compiles kernels and allocates library workspaces. The second run
+        captures the step and replays it. Later runs replay it.
         """
         if not self.enabled:
             step()
@@ -68,22 +68,22 @@ class Graphs:
             self.graphs[key].replay()
 
     def _record(self, step):
-        """Record what a step launches; returns the graph."""
+        """Capture a step and return the graph."""
         graph, run = torch.cuda.CUDAGraph(), {"stream": self.stream, "capture_error_mode": "thread_local"}
         try:
-            # Threads that write checkpoints may use CUDA meanwhile, so only this thread's calls are watched.
+            # thread_local, because threads that write checkpoints may use CUDA at the same time
             with (
                 torch.cuda.device(self.device),
-                torch.cuda.stream(torch.cuda.current_stream(self.device)),  # restored after a recording that fails
+                torch.cuda.stream(torch.cuda.current_stream(self.device)),  # restores the stream after a failed capture
                 torch.cuda.graph(graph, pool=self.pool, **run),
             ):
                 step()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            cause = error.__context__ or error  # the end of a failed recording fails too and hides the cause
+            cause = error.__context__ or error  # ending a failed capture raises too, and hides the cause
             raise ValueError(
-                "the model's decode step cannot be recorded as a CUDA graph; use --rollout_backend eager "
+                "the model's decode step cannot be captured as a CUDA graph; use --rollout_backend eager "
                 f"({str(cause).splitlines()[0]})"
             ) from error
         self.pool = graph.pool()

@@ -1,4 +1,4 @@
-"""The slow backend: transformers' own `generate`, for a model that the engine refuses, and for comparisons."""
+"""The slow backend: transformers' `generate`, for models that the engine does not support, and for comparisons."""
 
 from contextlib import contextmanager
 
@@ -12,9 +12,9 @@ from fastgrpo.rollout.sampling import OFF, SamplingParams, filter_logps
 
 @contextmanager
 def _plain(model):
-    """Hide the model's own generation config, from which `generate` would fill in what the given config leaves open.
+    """Hide the model's generation config, from which `generate` would take defaults.
 
-    With a filter of its own, for example, draws would no longer follow the settings of the run.
+    Its filters, for example, would override the settings of the run.
     """
     before, model.generation_config = model.generation_config, GenerationConfig()
     try:
@@ -24,11 +24,11 @@ def _plain(model):
 
 
 class DrawRecorder(LogitsProcessor):
-    """Applies the repetition penalty, and keeps the log-prob of each draw, and the mass that the filters left.
+    """Applies the repetition penalty, and records the log-prob of each draw and the mass that the filters kept.
 
-    transformers hands a step's logits to the processors before it draws. What was drawn from them is the last token of
-    the next call, so the recorder holds the logits of one step at a time. The log-prob is that without the penalty,
-    which is why transformers is not asked to apply it itself.
+    transformers calls the processors with the logits of a step before it draws. The drawn token is the last one in the
+    next call, so the recorder keeps the logits of one step. Log-probs are taken before the penalty, so the recorder
+    applies it rather than transformers.
     """
 
     def __init__(self, sampling: SamplingParams):
@@ -45,7 +45,7 @@ class DrawRecorder(LogitsProcessor):
         return scores
 
     def close(self, sequences: torch.Tensor) -> None:
-        """Take the log-probs of the tokens [S, T] whose last column was drawn from the logits of the step before."""
+        """Record the log-probs of the last column of tokens [S, T], drawn from the previous step's logits."""
         if self.previous is None:
             return
         logps, drawn = (all_logps.gather(-1, sequences[:, -1:])[:, 0] for all_logps in (self.previous, self.drawn_from))
@@ -56,14 +56,14 @@ class DrawRecorder(LogitsProcessor):
 
 
 class HFBackend(RolloutBackend):
-    """Draws waiting groups by transformers' `generate`, as many at once as max_num_seqs allows.
+    """Draws waiting groups with transformers' `generate`, as many at once as max_num_seqs allows.
 
     The seed of the first request seeds the whole batch. Unlike in the engine, the draws of a group therefore depend on
-    the groups that are drawn with it.
+    the other groups of the batch.
     """
 
     def _stop(self, request):
-        raise AssertionError("nothing runs between two steps")
+        raise AssertionError("no request runs between two steps")
 
     @torch.no_grad()
     def step(self) -> dict[int, list[Sample]]:
@@ -90,8 +90,8 @@ class HFBackend(RolloutBackend):
         longest = max(len(request.prompt_ids) for request in requests)
         ids = torch.zeros(len(requests), longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)
-        for i, request in enumerate(requests):  # padded on the left: every prompt ends where drawing begins
-            ids[i] = request.prompt_ids[0]  # a token that a penalty meets anyway
+        for i, request in enumerate(requests):  # padded on the left, so that completions begin at one position
+            ids[i] = request.prompt_ids[0]  # padding with a prompt token leaves the repetition penalty unchanged
             ids[i, longest - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
             mask[i, longest - len(request.prompt_ids) :] = 1
         recorder = DrawRecorder(sampling)

@@ -1,6 +1,6 @@
-"""Sampling: the draw of a token from logits, and its log-prob.
+"""Sampling: draws a token from logits, and computes its log-prob.
 
-Shapes: S completions of which the next token is drawn, V vocabulary.
+Shapes: S completions, V vocabulary.
 """
 
 import math
@@ -22,15 +22,15 @@ BOUNDS = {
     "repetition_penalty": Interval(above=0),
     "max_tokens": Interval(at_least=1),
 }
-# What the check of the kernels of a draw computes: lanes, and how far a random number may lie outside of its token's
-# interval. Sums of 152k probabilities in fp32 are off by about 1e-6.
+# The check of the sampling kernels: number of lanes, and how far a random number may lie outside its token's interval.
+# Sums of 152k probabilities in fp32 have an error of about 1e-6.
 CHECKED_DRAWS, MISSED, MISSED_BY_FILTERS = 64, 1e-5, 5e-3
 BLOCK = 128  # tokens whose probabilities are summed first; it divides the vocabularies of Llama, Qwen and SmolLM
-OFF = (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))  # the filters, and the values that switch them off
+OFF = (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))  # the filters, and the values that turn them off
 
 
 def integer(value: Any, name: str) -> int:
-    """Read an integer."""
+    """Convert to an integer, or raise a ValueError."""
     try:
         return operator.index(value)
     except TypeError:
@@ -38,7 +38,7 @@ def integer(value: Any, name: str) -> int:
 
 
 def integers(values: Any, name: str) -> list[int]:
-    """Read a list of integers."""
+    """Convert to a list of integers, or raise a ValueError."""
     try:
         return [operator.index(value) for value in values]
     except TypeError:
@@ -47,21 +47,21 @@ def integers(values: Any, name: str) -> list[int]:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to draw completions, under vLLM's names.
+    """Sampling parameters, under vLLM's names.
 
     Attributes:
         temperature: Divides the logits. 0 draws the likeliest token (greedy).
-        top_p: Draw from the smallest set of likeliest tokens that holds this much probability; 1 is off.
+        top_p: Draw from the smallest set of likeliest tokens with this total probability; 1 is off.
         top_k: Draw from this many likeliest tokens; 0 is off.
         min_p: Draw from tokens with at least this share of the likeliest one's probability; 0 is off.
-        max_tokens: Most tokens of a completion.
-        stop_token_ids: Tokens that end a completion; None is none.
-        seed: Seed of the draws, any integer. None takes one from torch's global generator.
-        repetition_penalty: Divides the positive logits of the tokens of the prompt and of what was drawn, and
-            multiplies the negative ones; 1 is off.
+        max_tokens: Maximum number of tokens of a completion.
+        stop_token_ids: Tokens that end a completion, or None.
+        seed: Seed of the draws, any integer. None draws one from torch's global generator.
+        repetition_penalty: Divides the positive logits of tokens in the prompt or completion, and multiplies the
+            negative ones; 1 is off.
 
     Raises:
-        ValueError: A value is out of range, or no integer where it must be one.
+        ValueError: A value is out of range, or not an integer where one is needed.
     """
 
     temperature: float = 1.0
@@ -85,28 +85,28 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether filters or a penalty may make the draws follow another distribution than the log-probs."""
+        """Whether filters or a penalty change the sampling distribution, so that it differs from the log-probs."""
         filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return self.temperature > 0 and (filters or self.penalizes)
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens that are there already have other logits."""
+        """Whether the repetition penalty is on."""
         return self.repetition_penalty != 1
 
     @property
     def distribution(self) -> dict[str, float]:
-        """What decides the distribution of a token, as keyword arguments of `sample` and `sample_penalized`."""
+        """The parameters of the sampling distribution, as keyword arguments of `sample` and `sample_penalized`."""
         names = ("temperature", "top_k", "top_p", "min_p", *(["repetition_penalty"] if self.penalizes else []))
         return {name: getattr(self, name) for name in names}
 
 
 def uniforms(seed: int, request_id: int, count: int, length: int) -> torch.Tensor:
-    """Make the random numbers of a request, [count, length] fp32 in [0, 1): one for each token of each completion.
+    """Return the random numbers of a request, [count, length] fp32 in [0, 1): one for each token of each completion.
 
     Philox (Salmon et al. 2011) is a counter-based generator, keyed here by seed and request. The number of a token
-    depends on these two, on its place and on count: number (completion, token) is the (token * count + completion)-th.
-    So neither the rest of a batch nor the length limit changes a draw, but another group size does.
+    also depends on its position and on count: number (completion, token) is the (token * count + completion)-th. So
+    neither the rest of a batch nor the length limit changes a draw, but another group size does.
     """
     generator = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, request_id], np.uint64)))
     return torch.from_numpy(generator.random((length, count), dtype=np.float32)).T
@@ -123,8 +123,8 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw the next token of each completion, by the inverse of the cumulative distribution in vocabulary order.
 
-    The log-prob of a token is that under the full softmax at the temperature (at 1 when greedy), whatever the filters
-    removed, so that it can serve as the old policy's. The token was drawn with the probability exp(logp) / kept.
+    Log-probs are taken under the full softmax at the temperature (at 1 when greedy), before filters, so that they can
+    serve as the old policy's. The token was drawn with probability exp(logp) / kept.
 
     Args:
         logits: [S, V] fp32.
@@ -135,8 +135,8 @@ def sample(
         min_p: See `SamplingParams`.
 
     Returns:
-        The tokens [S] int64, their log-probs [S] fp32, and kept [S] fp32, the probability that the filters left (1
-        without filters).
+        The tokens [S] int64, their log-probs [S] fp32, and kept [S] fp32, the probability mass that the filters kept
+        (1 without filters).
     """
     how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     return (_fused if logits.is_cuda and _trusts(logits, uniforms, how) else _plain)(logits, uniforms, **how)
@@ -151,11 +151,11 @@ def sample_penalized(
     temperature: float = 1.0,
     **filters: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw as `sample` does, from logits with a repetition penalty on the tokens `seen` [S, V].
+    """Draw as `sample` does, with a repetition penalty on the tokens `seen` [S, V].
 
-    The filters act after the penalty. The log-prob is still that of the logits without the penalty, which is the
-    policy's. So the third result is no mass here: it may exceed 1, where the penalty has made a token less likely. As
-    with filters, a token was drawn with the probability exp(logp) / kept.
+    The filters are applied after the penalty. Log-probs are taken under the policy, without the penalty. The token was
+    drawn with probability exp(logp) / kept. Unlike in `sample`, kept may exceed 1: the penalty makes some tokens less
+    likely.
     """
     penalized = penalize(logits, seen, repetition_penalty)
     tokens, drawn, kept = sample(penalized, uniforms, temperature=temperature, **filters)
@@ -179,7 +179,7 @@ def _fused(logits, uniforms, **how):
 
 
 def _trusts(logits, uniforms, how):
-    """Whether the self-check trusts the kernels of a draw: the filters decide which of them run."""
+    """Return whether the sampling kernels pass the self-check. Each set of active filters is a variant."""
     from fastgrpo.loss.dispatch import trusted
 
     variant = {"vocabulary": logits.shape[1], "greedy": how["temperature"] == 0}
@@ -188,14 +188,14 @@ def _trusts(logits, uniforms, how):
 
 
 def draws_differ(logits: torch.Tensor, uniforms: torch.Tensor, how: dict[str, float]) -> str | None:
-    """Compare the kernels of a draw with the distribution in fp64; returns how they differ, or None.
+    """Compare the sampling kernels with the distribution in fp64. Return how they differ, or None.
 
-    A token is right if its interval of the cumulative distribution holds the random number, up to rounding. That
-    decides about more where a filter ends near a token.
+    A token is correct if its interval of the cumulative distribution contains the random number, up to rounding. The
+    tolerance is larger with filters, because rounding can move the filters' boundary past a token.
     """
     from fastgrpo.loss.dispatch import Unchecked, values_differ
 
-    known = logits.isfinite().all(-1).nonzero()[:CHECKED_DRAWS, 0]  # NaN logits prove nothing
+    known = logits.isfinite().all(-1).nonzero()[:CHECKED_DRAWS, 0]  # rows with NaN cannot be compared
     logits, uniforms = logits[known], uniforms[known]
     greedy, filters = how["temperature"] == 0, {name: how[name] for name, _ in OFF}
     try:
@@ -219,23 +219,23 @@ def draws_differ(logits: torch.Tensor, uniforms: torch.Tensor, how: dict[str, fl
     else:
         far = values_differ(kept, cumulative[:, -1])
         if far:
-            return f"the mass that the filters left {far}"
+            return f"the kept masses {far}"
         point, end = uniforms.double() * cumulative[:, -1], at_token(cumulative)
         missed = torch.maximum(point - end, end - at_token(probs) - point)
         wrong = missed > (MISSED if all(filters[name] == off for name, off in OFF) else MISSED_BY_FILTERS)
-    return f"{wrong.sum().item()} of {len(wrong)} tokens are not those of the random numbers" if wrong.any() else None
+    return f"{wrong.sum().item()} of {len(wrong)} tokens do not match the random numbers" if wrong.any() else None
 
 
 def _plain(logits, uniforms, *, temperature, top_k, top_p, min_p):
     scaled = logits if temperature in (0, 1) else logits / temperature
     probs = torch.softmax(scaled, dim=-1)
-    # On a CPU torch's softmax sums thousands of fp32 numbers one after the other, so that its results may all be off by
-    # a factor of 1 + 1e-5. Their sum tells that factor.
+    # On a CPU torch's softmax adds thousands of fp32 numbers sequentially, so its results may have a common error of a
+    # factor of 1 + 1e-5. Their sum is that factor.
     blocks = _blocks(probs)
     sums = blocks.sum(-1)
     total = sums.sum(-1)
     if temperature == 0:
-        tokens, kept = logits.argmax(-1), torch.ones_like(uniforms)  # probabilities would round near ties to one value
+        tokens, kept = logits.argmax(-1), torch.ones_like(uniforms)  # logits, since probabilities round to ties
     else:
         if top_k or top_p < 1 or min_p:
             filtered = filter_logps(torch.log_softmax(scaled, dim=-1), top_k=top_k, top_p=top_p, min_p=min_p)
@@ -243,40 +243,40 @@ def _plain(logits, uniforms, *, temperature, top_k, top_p, min_p):
             sums = blocks.sum(-1)
         tokens, kept = _inverse(blocks, sums, uniforms)
         tokens, kept = tokens.clamp_(max=logits.shape[-1] - 1), kept / total
-    # log p = x - x_max + log p_max: as exact as log-softmax, without another pass that writes [S, V]
+    # log p = x - x_max + log p_max: as accurate as log-softmax, without writing another [S, V]
     logps = scaled.gather(-1, tokens[:, None])[:, 0] - scaled.amax(-1) + (probs.amax(-1) / total).clamp_(max=1).log_()
     return tokens, logps, kept
 
 
 def _blocks(probs):
-    """View probs [S, V] as blocks [S, V / BLOCK rounded up, BLOCK]; zeros make up the last one."""
+    """View probs [S, V] as blocks [S, V / BLOCK rounded up, BLOCK], padded with zeros."""
     missing = -probs.shape[1] % BLOCK
     return (F.pad(probs, (0, missing)) if missing else probs).unflatten(1, (-1, BLOCK))
 
 
 def _inverse(blocks, sums, uniforms):
-    """Find the tokens [S] at which the cumulative probabilities pass uniforms [S] times their sums, and these sums.
+    """Return the tokens [S] at which the cumulative probabilities pass uniforms [S] times their sums, and these sums.
 
-    The sums [S, B] of the blocks [S, B, BLOCK] are cumulated first, then the tokens of the block that was found: two
-    short sums take less time, and round less, than a long one. A token whose probability is 0 is never found. With NaN
-    logits every comparison is false, and the last block and the token after it are taken.
+    First the sums [S, B] of the blocks [S, B, BLOCK] are cumulated, then the tokens of the selected block. Two short
+    sums are faster and more accurate than a long one. Tokens of probability 0 are never selected. With NaN logits all
+    comparisons are false, which selects the last block and the token after it.
     """
     rows, ends = torch.arange(len(blocks), device=blocks.device), sums.cumsum(-1)
     whole = ends[:, -1]
-    point = uniforms * whole  # with u <= 1 - 2**-24 it rounds below the whole, so that a block ends beyond it
+    point = uniforms * whole  # rounds below the whole for u <= 1 - 2**-24, so some block ends beyond it
     block = torch.searchsorted(ends, point[:, None], right=True)[:, 0].clamp_(max=ends.shape[1] - 1)
     within, before = blocks[rows, block].cumsum(-1), F.pad(ends, (1, 0))[rows, block]
-    # The sum of the block may be rounded otherwise than in `ends`.
+    # The sum of the block may be rounded differently than in `ends`.
     point = torch.minimum(point - before, within[:, -1].nextafter(within.new_zeros(())))
     token = torch.searchsorted(within, point[:, None], right=True)[:, 0]
     return block * BLOCK + token, whole
 
 
 def filter_logps(all_logps: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> torch.Tensor:
-    """Remove tokens from log-probs [S, V] of the full softmax by top-k, top-p and min-p, as transformers does: -inf.
+    """Set log-probs [S, V] of the full softmax to -inf by top-k, top-p and min-p, as transformers does.
 
-    Tokens of equal probability stay or go together: top-k keeps the tokens that tie with its last one, and top-p those
-    that tie with the one that completes its mass.
+    Tokens of equal probability are kept or removed together: top-k keeps ties with its last token, and top-p ties with
+    the token that completes its mass.
     """
     kept = all_logps
     if 0 < top_k < kept.shape[-1]:
@@ -285,9 +285,9 @@ def filter_logps(all_logps: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0,
     if top_p < 1:
         ordered = kept.sort(dim=-1, descending=True).values
         probs = torch.softmax(ordered, dim=-1)
-        # A token stays if the mass of the likelier ones is below top_p.
+        # A token is kept if the mass of the likelier ones is below top_p.
         stays = probs.cumsum(-1) - probs < top_p
-        stays[..., 0] = True  # the likeliest one, also for a top_p that fp32 rounds to 0
+        stays[..., 0] = True  # the likeliest one, even if fp32 rounds top_p to 0
         threshold = ordered.masked_fill(~stays, torch.inf).amin(-1, keepdim=True)
         kept = kept.masked_fill(kept < threshold, -torch.inf)
     if min_p > 0:

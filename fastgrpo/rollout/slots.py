@@ -1,14 +1,14 @@
-"""Slots: where the keys and values of prompts and lanes lie in memory, and how many of them fit.
+"""Slots: memory for the keys and values of prompts and lanes, and how many of them fit.
 
-A change of geometry frees the slots and costs the CUDA graphs. Training and evaluation alternate, and they want other
-sizes: 256 prompts with one greedy completion each want 256 prompt slots, and 8 prompts with 32 completions each want 8.
-So each phase, which its group size tells apart, has a geometry that never shrinks while the phase lasts, and memory
-decides what happens between phases (`settled`). On a GPU all providers but `sdpa` keep shared prompts apart from lanes
-at a group size of 1 too: a flat layout would save them a launch there, and no memory, but would keep the phases from
-sharing slots.
+A change of geometry frees the slots and discards the CUDA graphs. Training and evaluation alternate and need different
+sizes: 256 prompts with one greedy completion each need 256 prompt slots, 8 prompts with 32 completions each need 8. So
+each phase, identified by its group size, has a geometry that does not shrink during the phase. Between phases, it
+depends on memory whether they share one geometry (`settled`). On a GPU all providers except `sdpa` store prompts apart
+from lanes even at a group size of 1. A flat layout would save a launch there, but no memory, and the phases could not
+share slots.
 
-Shapes: R lanes, C most tokens of a completion, P prompt slots, T most tokens of a prompt, G most lanes of one prompt,
-n lanes in use, K key heads, d head width.
+Shapes: R lanes, C maximum tokens of a completion, P prompt slots, T maximum tokens of a prompt, G maximum lanes of one
+prompt, n lanes in use, K key heads, d head width.
 """
 
 import math
@@ -25,28 +25,28 @@ from fastgrpo.policy.model import head_dim
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Prompt slots for each full group of lanes. One would not do: a group with one completion left still needs its prompt.
+# Prompt slots per full group of lanes. One is too few: a group with one unfinished completion still needs its prompt.
 PROMPTS_A_GROUP = 2
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # numbers of lanes of CUDA graphs
-# Numbers of prompts of CUDA graphs. They are far apart, because each makes more graphs.
+# Numbers of prompts of CUDA graphs. They are far apart, because each one multiplies the number of graphs.
 PROMPT_BUCKETS = (4, 16, 64, 256, 1024)
-AMPLE = 0.5  # all phases share one geometry where it takes at most this share of the memory allowed
-NEAR = 0.8  # the present geometry is kept if it has at least this share of the lanes and prompt slots that would fit
+AMPLE = 0.5  # all phases share one geometry if it takes at most this share of the memory budget
+NEAR = 0.8  # the old geometry is kept if it has at least this share of the lanes and prompt slots that would fit
 ROUND = 16  # T is rounded up to a multiple of this, so that a slightly longer prompt needs no new slots
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The numbers and sizes of the slots that hold keys and values.
+    """The numbers and sizes of the slots for keys and values.
 
     Attributes:
-        lanes: R, the completions in flight at once.
-        capacity: C, most tokens of a completion.
-        prompts: P, the prompt slots. With flat slots, only the number of groups in flight at once.
-        longest_prompt: T, most tokens of a prompt.
-        group: G, most lanes of one prompt.
-        flat: Whether the slot of each lane holds a copy of its prompt before the completion, T + C tokens together. If
-            not, a prompt's keys and values lie once in a slot of their own, and a lane's slot holds C tokens.
+        lanes: R, the maximum number of completions in flight.
+        capacity: C, the maximum tokens of a completion.
+        prompts: P, the number of prompt slots. With flat slots, the maximum number of groups in flight.
+        longest_prompt: T, the maximum tokens of a prompt.
+        group: G, the maximum lanes of one prompt.
+        flat: Whether the slot of each lane holds a copy of its prompt and then the completion, T + C tokens. If not,
+            prompts have their own slots, shared by their lanes, and the slot of a lane holds C tokens.
     """
 
     lanes: int
@@ -58,16 +58,16 @@ class Geometry:
 
     @property
     def lane_tokens(self) -> int:
-        """Tokens that the slot of a lane holds."""
+        """Tokens of the slot of a lane."""
         return self.capacity + self.longest_prompt * self.flat
 
     @property
     def tokens(self) -> int:
-        """Tokens that all slots together hold."""
+        """Tokens of all slots."""
         return self.lanes * self.lane_tokens + self.prompts * self.longest_prompt * (not self.flat)
 
     def holds(self, prompt_length: int, limits: list[int]) -> bool:
-        """Tell whether a group fits if all lanes are free."""
+        """Return whether a group fits if all lanes are free."""
         return (
             prompt_length <= self.longest_prompt
             and max(limits) <= self.capacity
@@ -76,7 +76,7 @@ class Geometry:
 
 
 def copied_tokens(requests: list[tuple[int, list[int]]], max_num_seqs: int) -> int:
-    """Count the tokens of the copies of prompts that only flat slots hold, with all lanes in use."""
+    """Return how many more prompt tokens flat slots store than shared ones, with all lanes in use."""
     completions = sum(len(limits) for _, limits in requests)
     copied = sum(length * (len(limits) - 1) for length, limits in requests)
     return copied * min(max_num_seqs, completions) // completions
@@ -90,13 +90,13 @@ def fit(
     flat: bool,
     left: float = math.inf,
 ) -> Geometry:
-    """Choose the geometry with the most lanes that these requests fill and the limits allow."""
+    """Choose the geometry with the most lanes that these requests can use within the limits."""
     group = max(len(limits) for _, limits in requests)
     capacity = max(max(limits) for _, limits in requests)
     longest = -max(length for length, _ in requests) // ROUND * -ROUND
 
     def geometry(lanes):
-        # A prompt in use has a lane at least, so that prompts with one completion each need no more slots than lanes.
+        # Each prompt in use has at least one lane, so there are never more prompts than lanes.
         prompts = min(len(requests), lanes, PROMPTS_A_GROUP * -(-lanes // group))
         return Geometry(lanes, capacity, prompts if lanes > group else 1, longest, group, flat)
 
@@ -108,11 +108,11 @@ def fit(
     remedy = (
         "raise rollout_memory_utilization"
         if needed <= left
-        else f"let the model and its training take less, which leave {left / 2**30:.2f} GiB (docs/memory.md)"
+        else f"reduce the memory of the model and its training, which leave {left / 2**30:.2f} GiB (docs/memory.md)"
     )
     raise ValueError(
-        f"one group of {group} completions of up to {capacity} tokens and its prompt of {longest} needs "
-        f"{needed / 2**30:.2f} GiB for keys and values, and {budget / 2**30:.2f} GiB are allowed: lower "
+        f"one group of {group} completions of up to {capacity} tokens with its prompt of {longest} needs "
+        f"{needed / 2**30:.2f} GiB for keys and values, and {budget / 2**30:.2f} GiB are allowed; lower "
         f"num_generations or max_completion_length, or {remedy}"
     )
 
@@ -124,11 +124,11 @@ def settled(
     token_bytes: int,
     budget: int,
 ) -> Geometry:
-    """Choose the geometry to go on with, given those of all phases so far and the one that fits the next requests best.
+    """Choose the next geometry, from those of all phases so far and the best one for the next requests.
 
-    One geometry that is large enough for every phase is used where it takes at most the share AMPLE of the budget: then
-    training and evaluation go on with the same slots and CUDA graphs. Otherwise each phase has its own: the first
-    rollout after an evaluation shrinks the slots to what training needs, at the price of recording the graphs again.
+    If one geometry for all phases takes at most the share AMPLE of the budget, it is used: training and evaluation then
+    share slots and CUDA graphs. Otherwise each phase has its own geometry. The first rollout after an evaluation then
+    shrinks the slots to the size for training, and the graphs are captured again.
     """
     phase = new.group, new.flat
     own = phases[phase] = _grown(phases.get(phase, new), new, requests, budget // token_bytes)
@@ -137,10 +137,10 @@ def settled(
 
 
 def _grown(old, new, requests, most):
-    """Choose the geometry of a phase so that it stays from rollout to rollout; `most` is how many tokens it may hold.
+    """Choose the geometry of a phase so that it changes rarely; `most` is its maximum number of tokens.
 
-    It is the larger of the two in every size, if the budget holds that. Otherwise it is the old one, if that holds the
-    requests and is not much smaller than the new one.
+    If the maximum of the two in every size fits, it is used. Otherwise the old one is kept if it fits the requests and
+    is not much smaller than the new one.
     """
     both = _merged(old, new)
     if both.tokens <= most:
@@ -150,23 +150,23 @@ def _grown(old, new, requests, most):
 
 
 def _merged(*geometries):
-    """Return the geometry that is as large as the largest of these in every size; all have one layout."""
+    """Return the maximum of these geometries in every size. All have the same layout."""
     sizes = "lanes", "capacity", "prompts", "longest_prompt", "group"
     largest = (max(getattr(geometry, size) for geometry in geometries) for size in sizes)
     return Geometry(*largest, geometries[0].flat)
 
 
 def kv_token_bytes(config: "PretrainedConfig", dtype: torch.dtype) -> int:
-    """Count the bytes of one token's keys and values in all layers of a model."""
+    """Return the bytes of one token's keys and values in all layers of a model."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_dim(config) * dtype.itemsize
 
 
 def memory_left(device: torch.device, reserved: int = 0) -> int:
-    """Count the bytes that are free now and that nothing else will take."""
+    """Return the free bytes of the device, minus the reserved ones."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # Memory that torch has cached and does not use is free too.
+        # torch's cached but unused memory is free too.
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     else:
         free = psutil.virtual_memory().available
@@ -174,14 +174,14 @@ def memory_left(device: torch.device, reserved: int = 0) -> int:
 
 
 def bucket(count: int, most: int, sizes: tuple[int, ...] = BUCKETS) -> int:
-    """Choose the number of lanes or prompts of the CUDA graph that serves at least so many."""
+    """Return the smallest bucket that is at least `count`, and at most `most`."""
     return min(next((size for size in sizes if size >= count), most), most)
 
 
 class Cache(NamedTuple):
     """The slots of one layer: keys and values [R, K, C, d] of the lanes, and [P, K, T, d] of the prompts.
 
-    With flat slots the lanes hold C + T tokens and there are no prompt slots.
+    With flat slots, the lanes have C + T tokens and there are no prompt slots.
     """
 
     keys: torch.Tensor
@@ -191,15 +191,15 @@ class Cache(NamedTuple):
 
 
 class Slots:
-    """The slots of all layers, and which lane belongs to which prompt.
+    """The slots of all layers, and the lanes of each prompt.
 
-    With a flat geometry the slot of a lane begins with a copy of its prompt, and prompts have no slots of their own.
+    With a flat geometry, the slot of a lane begins with a copy of its prompt, and there are no prompt slots.
 
     Args:
         geometry: The numbers and sizes of the slots.
-        device: Where the policy computes.
-        memory_order: The dimensions of [slot, head, token] in the order in which they lie in memory, as the provider
-            reads them fastest. The tensors are views [slot, head, token, d].
+        device: Device of the policy.
+        memory_order: Memory order of the dimensions [slot, head, token], the fastest one for the provider. The tensors
+            are views [slot, head, token, d].
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Slots:
         self.members = self.places.view(geometry.prompts, geometry.group)
 
     def cache(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Cache:
-        """Return the slots of a layer; the first call makes them for keys and values like these [K, N, d]."""
+        """Return the slots of a layer. The first call allocates them for keys and values like these [K, N, d]."""
         if layer not in self.caches:
             g = self.geometry
             lanes, prompts = (g.lanes, g.lane_tokens), (0 if g.flat else g.prompts, g.longest_prompt)
@@ -220,7 +220,7 @@ class Slots:
         return self.caches[layer]
 
     def _zeros(self, count, tokens, like):
-        """Make [count, K, tokens, d] zeros, because a masked key or value must not be NaN."""
+        """Return zeros [count, K, tokens, d], because masked keys and values must not be NaN."""
         shape, order = (count, like.shape[0], tokens), self.memory_order
         zeros = like.new_zeros(*(shape[dim] for dim in order), like.shape[2])
         return zeros.permute(*(order.index(dim) for dim in range(3)), 3)
@@ -228,26 +228,26 @@ class Slots:
     def write(self, held: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor, new: torch.Tensor) -> None:
         """Write the keys or values `new` [n, K, d] into `held`, one of a `Cache`, at `tokens` [n] of `slots` [n].
 
-        In the order of memory the indices stand side by side and in front. Otherwise `index_put_` would copy all of
-        `held` and back where torch is told to be deterministic.
+        In memory order, the indices are adjacent and come first. Otherwise `index_put_` would copy all of `held` twice
+        in torch's deterministic mode.
         """
         index = {0: slots, 2: tokens}
-        if self.memory_order[-1] != 1:  # the heads stand before the tokens or the slots
+        if self.memory_order[-1] != 1:  # the heads come before the tokens or the slots
             index = {0: slots[:, None], 1: self._heads(held), 2: tokens[:, None]}
         held.permute(*self.memory_order, 3)[tuple(index[dim] for dim in self.memory_order if dim in index)] = new
 
     def _heads(self, held):
-        """Return [K] int64, the number of each head."""
+        """Return the head indices [K] int64."""
         count = held.shape[1]
         if count not in self.heads:
             self.heads[count] = torch.arange(count, device=held.device)
         return self.heads[count]
 
     def arrange(self, prompt_of: list[int], group: int) -> None:
-        """Note in `members` which lanes belong to which prompt: [prompts, lanes of each], -1 where there is none.
+        """Write the lanes of each prompt into `members` [prompts, lanes of each], padded with -1.
 
-        It has a row for each prompt up to the last one in use, so that a decode step computes no others. A CUDA graph
-        needs fixed shapes: on a GPU the rows are rounded up to a bucket, and there are `group` columns.
+        It has a row for each prompt up to the last one in use, so that a decode step skips the others. A CUDA graph
+        needs fixed shapes: on a GPU the number of rows is rounded up to a bucket, and there are `group` columns.
         """
         if self.geometry.flat:
             return
@@ -268,16 +268,16 @@ class Slots:
 
     @torch.inference_mode()
     def zero(self) -> None:
-        """Reset all keys and values, after some were not finite: a masked value times 0 must not be NaN."""
+        """Reset all keys and values after some were not finite: a masked value times 0 must not be NaN."""
         for cache in self.caches.values():
             for tensor in cache:
                 tensor.zero_()
 
     @torch.inference_mode()
     def move(self, sources: torch.Tensor, targets: torch.Tensor, tokens: int) -> None:
-        """Copy the first tokens of some lanes to the slots of other lanes, none of which is among the sources."""
+        """Copy the first tokens of some lanes to the slots of other lanes, which are disjoint from the sources."""
         lanes = self.memory_order.index(0)
         for cache in self.caches.values():
             for tensor in (cache.keys, cache.values):
-                held = tensor[:, :, :tokens].permute(*self.memory_order, 3)  # in the order of memory
+                held = tensor[:, :, :tokens].permute(*self.memory_order, 3)  # in memory order
                 held.index_copy_(lanes, targets, held.index_select(lanes, sources))

@@ -1,10 +1,10 @@
-"""The policy's weights while completions are in flight: whole, at known addresses, unchanged, and packed on a CPU.
+"""The policy's weights while completions are in flight: gathered, at fixed addresses, unchanged, and packed on a CPU.
 
-The product that torch takes on a CPU brings the weight into an order of its own at each call. With the few rows of a
-decode step, this costs much of the product's time. A rollout multiplies hundreds of times with the same weights, so
-`PackedWeights` brings them into oneDNN's order once.
+On a CPU, torch's matrix product reorders the weight in each call, which takes much of the time for the few rows of a
+decode step. A rollout multiplies hundreds of times with the same weights, so `PackedWeights` converts them to oneDNN's
+memory order once.
 
-Shapes: N tokens, S of which logits are wanted, D inputs and F outputs of a layer, V vocabulary.
+Shapes: N tokens, S rows of logits, D inputs and F outputs of a layer, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,14 +16,14 @@ import torch
 from fastgrpo.policy.model import Context, Policy
 from fastgrpo.rollout.graph import Graphs
 
-PACKED_FROM = 16  # tokens of a completion: fewer decode steps take less time than the packing of the weights
+PACKED_FROM = 16  # minimum tokens of a completion: fewer decode steps take less time than packing the weights
 
-OPS = "_reorder_linear_weight", "_linear_pointwise"  # torch.compile's own way to oneDNN
-FEW_ROWS = 32  # for products of about so many rows oneDNN chooses the order
+OPS = "_reorder_linear_weight", "_linear_pointwise"  # the operators that torch.compile uses for oneDNN
+FEW_ROWS = 32  # oneDNN chooses the memory order for products of about this many rows
 
 
 def packable(policy: Policy) -> bool:
-    """Tell whether oneDNN has products for the weights of a policy."""
+    """Return whether oneDNN supports packed products for the weights of a policy."""
     mkldnn = torch.backends.mkldnn
     if policy.device.type != "cpu" or not (mkldnn.is_available() and mkldnn.enabled):
         return False
@@ -34,47 +34,47 @@ def packable(policy: Policy) -> bool:
 
 
 class PackedWeights:
-    """Copies of the weights of a policy's linear layers, which take memory of their own until they are freed."""
+    """Packed copies of the weights of a policy's linear layers. They take memory until they are freed."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.forwards, self.head = [], None  # layers, and what computes them meanwhile; the head's packed weight
+        self.forwards, self.head = [], None  # pairs of layer and replacement forward; the head's packed weight
 
     @torch.inference_mode()
     def pack(self) -> None:
-        """Copy the weights, if they are not copied yet and oneDNN has products for them."""
+        """Copy the weights, unless they are already copied or oneDNN does not support them."""
         if self.head is not None or not packable(self.policy):
             return
         dtype, head = self.policy.dtype, self.policy.module.get_output_embeddings()
         for layer in self.policy.module.modules():
-            # The forward function of a layer may have been replaced already, as offloading does it.
+            # Skip layers whose forward is already replaced, as offloading does.
             linear = type(layer) is torch.nn.Linear and layer is not head and layer.weight.dtype == dtype
             if linear and "forward" not in vars(layer):
                 self.forwards.append((layer, partial(_linear, packed=_packed(layer.weight), bias=layer.bias)))
-        self.head = _packed(head.weight.float())  # log-probs want fp32 logits
+        self.head = _packed(head.weight.float())  # log-probs need fp32 logits
 
     def free(self) -> None:
-        """Forget the copies."""
+        """Free the copies."""
         self.forwards, self.head = [], None
 
     @contextmanager
     def in_use(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None]:
-        """Let the layers compute with the copies, in inference mode only: these products have no gradient."""
+        """Run the layers with the copies. Only for inference mode: these products have no gradient."""
         try:
             for layer, forward in self.forwards:
                 vars(layer)["forward"] = forward
             yield None if self.head is None else self._head_product
         finally:
             for layer, _ in self.forwards:
-                vars(layer).pop("forward", None)  # an interrupt may have come before all were replaced
+                vars(layer).pop("forward", None)  # an interrupt may leave some layers unreplaced
 
     def _head_product(self, states, weight):
-        """Compute states [N, D] @ weight.T [D, V] in fp32, from the copy."""
+        """Compute states [N, D] @ weight.T [D, V] in fp32 with the copy."""
         return _linear(states.float(), self.head, None)
 
 
 def _packed(weight):
-    """Bring a weight [F, D] into oneDNN's order."""
+    """Convert a weight [F, D] to oneDNN's memory order."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), FEW_ROWS)
 
 
@@ -84,9 +84,9 @@ def _linear(states, packed, bias):
 
 
 class HeldWeights:
-    """Holds the whole weights of a policy as long as any request is in flight.
+    """Keeps the weights of a policy gathered while requests are in flight.
 
-    Keys and values in flight are computed with one version of the weights, and graphs read them at their addresses.
+    All keys and values in flight must come from one version of the weights. CUDA graphs read them at fixed addresses.
     """
 
     def __init__(self, policy: Policy, graphs: Graphs) -> None:
@@ -96,9 +96,9 @@ class HeldWeights:
         self.packed = PackedWeights(policy)
 
     def hold(self, longest: int) -> None:
-        """Gather the weights before requests start, and note their addresses and versions.
+        """Gather the weights before requests start, and record their addresses and versions.
 
-        Weights that are held already and have not changed stay as they are.
+        If they are already held and unchanged, they are not gathered again.
         """
         if not self.parameters or self._writes() != self.version:
             self._gather()
@@ -115,12 +115,12 @@ class HeldWeights:
         self.version = self._writes()
 
     def check(self) -> None:
-        """Refuse weights that have changed since requests started."""
+        """Raise if the weights have changed since requests started."""
         if self._writes() != self.version:
             raise ValueError("the weights changed while requests were in flight; finish or abort them before an update")
 
     def _writes(self):
-        """Count the writes to the policy's parameters, so that an update between two steps shows."""
+        """Return the number of in-place writes to the policy's parameters, to detect an update."""
         return sum(parameter._version for parameter in self.parameters)
 
     def logits(
@@ -130,13 +130,13 @@ class HeldWeights:
         context: Context,
         rows: torch.Tensor | slice = slice(None),
     ) -> torch.Tensor:
-        """Run packed tokens [N] through layers and head, without gradients; returns fp32 logits [S, V] of `rows`."""
+        """Run packed tokens [N] through layers and head without gradients, and return fp32 logits [S, V] of `rows`."""
         with self.packed.in_use() as product:
             states = self.policy.states(input_ids, position_ids, context)
             return self.policy.logits(states[rows], product)
 
     def release(self) -> None:
-        """Release what was gathered and packed."""
+        """Release the gathered and packed weights."""
         self.packed.free()
         self.parameters = []
         self.gathered.close()

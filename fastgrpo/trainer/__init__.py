@@ -1,4 +1,4 @@
-"""The trainers: the loop that all of them share, GRPO, and supervised training."""
+"""The trainers: their common loop, GRPO, and supervised training."""
 
 from fastgrpo.trainer.grpo import GRPOTrainer
 from fastgrpo.trainer.supervised import SFTTrainer

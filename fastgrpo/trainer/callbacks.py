@@ -1,9 +1,9 @@
-"""The callbacks of transformers in our loop: events, what they decide, and what a checkpoint keeps of them.
+"""Runs the callbacks of transformers: events, control flags, and their state in checkpoints.
 
-The order of events is that of transformers: on_step_begin, the step, on_step_end, on_log, on_evaluate, on_save. A step
-is a rollout with all of its updates. Events of single updates and of batches in an evaluation do not exist here.
+Events come in transformers' order: on_step_begin, the step, on_step_end, on_log, on_evaluate, on_save. A step is a
+rollout with all its updates. There are no events for single updates and for batches of an evaluation.
 
-On several ranks every rank calls its callbacks, and what one of them decides holds for all.
+With several ranks, every rank calls its callbacks. A flag set on one rank applies to all.
 """
 
 import logging
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 NEVER = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_prediction_step", "on_predict")
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-CONTROL = "TrainerControl"  # the name under which a checkpoint has the flags, as transformers' have
+CONTROL = "TrainerControl"  # key of the flags in checkpoints, as in transformers
 
 
 class Arguments:
-    """The settings of a run as callbacks read them: ours, and names of transformers that follow from them."""
+    """The settings of a run for callbacks: ours, and transformers' names derived from them."""
 
     load_best_model_at_end = False
     n_gpu = 1
@@ -51,19 +51,19 @@ class Arguments:
         self.metric_for_best_model = metric
 
     def __getattr__(self, name: str) -> Any:
-        """Read a setting. Raises AttributeError where there is none of that name."""
+        """Return a setting by name. Raise AttributeError if there is none."""
         if name.startswith("__") or name == "config":
             raise AttributeError(name)
         return getattr(self.config, name)
 
 
 class Callbacks:
-    """Calls the callbacks of a run, by transformers' own handler.
+    """Calls the callbacks of a run with transformers' handler.
 
     Attributes:
-        handler: transformers' handler, whose callbacks can be added to and removed from.
-        control: What the callbacks have decided.
-        args: The settings as callbacks read them; they are known once the folder of the run is claimed.
+        handler: transformers' handler. Callbacks can be added and removed.
+        control: The flags that callbacks set.
+        args: The settings for callbacks. They are known once the run folder is claimed.
     """
 
     def __init__(
@@ -78,36 +78,36 @@ class Callbacks:
     ) -> None:
         self.state, self.ranks, self.control, self.args = state, ranks, TrainerControl(), None
         self.decide = False  # whether any rank has callbacks
-        # The handler warns where nothing decides when to log, evaluate and save. Our loop does.
+        # The handler warns without a DefaultFlowCallback. Our loop decides when to log, evaluate and save.
         self.handler = CallbackHandler([DefaultFlowCallback], model, tokenizer, optimizer, schedule)
         self.handler.pop_callback(DefaultFlowCallback)
         for callback in callbacks or ():
             self.add(callback)
 
     def add(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Add a callback, and warn of events in it that never happen here."""
+        """Add a callback, and warn of its events that are never called."""
         kind = callback if isinstance(callback, type) else type(callback)
         if not issubclass(kind, TrainerCallback):
-            raise ValueError(f"callbacks: {kind.__name__} is no transformers.TrainerCallback; inherit from it")
+            raise ValueError(f"callbacks: {kind.__name__} is not a transformers.TrainerCallback; inherit from it")
         never = [name for name in NEVER if getattr(kind, name) is not getattr(TrainerCallback, name)]
         if never:
             logger.warning("%s of %s is never called: a step is a whole rollout here", ", ".join(never), kind.__name__)
         self.handler.add_callback(callback)
 
     def begin(self) -> None:
-        """Begin the training, and find out whether any rank has callbacks, whose decisions all must hear of then."""
+        """Begin the training, and check whether any rank has callbacks, so that flags must be exchanged."""
         metric = self.args.metric_for_best_model
         stops = any(isinstance(callback, EarlyStoppingCallback) for callback in self.handler.callbacks)
         if stops and metric is not None and not metric.startswith("eval_"):
             raise ValueError(
-                f"metric_for_best_model={metric!r} is a metric of training here, and EarlyStoppingCallback would "
-                f"follow eval_{metric}; set metric_for_best_model='eval_{metric}'"
+                f"metric_for_best_model={metric!r} is a training metric, but EarlyStoppingCallback would read "
+                f"eval_{metric}; set metric_for_best_model='eval_{metric}'"
             )
         self.decide = self.ranks.any(bool(self.handler.callbacks), "whether there are callbacks")
         self.call("on_train_begin")
 
     def any_handles(self, event: str) -> bool:
-        """Tell whether any callback of any rank has something to do at an event. All ranks ask this together."""
+        """Return whether any callback on any rank handles an event. All ranks must call this together."""
         mine = getattr(TrainerCallback, event)
         handles = any(getattr(type(callback), event) is not mine for callback in self.handler.callbacks)
         return self.ranks.any(handles, f"whether a callback has an {event}") if self.decide else handles
@@ -117,7 +117,7 @@ class Callbacks:
         self.control = getattr(self.handler, event)(self.args, self.state, self.control, **values)
 
     def agree(self, what: str) -> None:
-        """Make the decisions of every rank those of all."""
+        """Share the flags among all ranks. A flag is set if any rank has set it."""
         flags = [[getattr(self.control, flag) for flag in FLAGS]]
         if self.ranks.size > 1 and self.decide:
             flags = self.ranks.gather(flags[0], what)
@@ -125,11 +125,11 @@ class Callbacks:
             setattr(self.control, flag, any(wanted))
         if self.control.should_epoch_stop:
             raise ValueError(
-                "a callback set should_epoch_stop, and rows are drawn without an end here; set should_training_stop"
+                "a callback set should_epoch_stop, which is not supported; set should_training_stop instead"
             )
 
     def note_best(self, measured: dict[str, float]) -> None:
-        """Note the best value of metric_for_best_model, as transformers does after an evaluation."""
+        """Update the best value of metric_for_best_model, as transformers does after an evaluation."""
         state, name = self.state, self.args.metric_for_best_model
         value = measured.get(name)
         if value is None or value != value:
@@ -139,12 +139,12 @@ class Callbacks:
             state.best_metric, state.best_global_step = value, state.global_step
 
     def note_saved(self) -> None:
-        """Note the checkpoint of this step as the best one where the best value was measured at it."""
+        """Record this step's checkpoint as the best one, if the best value was measured at this step."""
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = f"{self.args.output_dir}/checkpoint-{self.state.global_step}"
 
     def export(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the callbacks: the state of those that have one, and the decisions."""
+        """Return the state of stateful callbacks and the flags, for a checkpoint."""
         kept = {}
         for callback in self._stateful():
             kept.setdefault(type(callback).__name__, []).append(callback.state())
@@ -153,7 +153,7 @@ class Callbacks:
         )
 
     def restore(self) -> None:
-        """Give callbacks the state that the run's state has for them, one after the other where a class has several."""
+        """Restore the state of callbacks from the run's state. Several callbacks of one class are matched in order."""
         kept = dict(self.state.stateful_callbacks)
         for flag, value in kept.pop(CONTROL, {}).get("args", {}).items():
             setattr(self.control, flag, value)

@@ -3,7 +3,7 @@
     train: restore a checkpoint, then until the last step: evaluate, save, step
     step:  collect (draw, judge, advantages), update (pack, loss, optimizer), report (metrics, samples, warnings)
 
-Supervised training (`supervised.py`) shares the loop, with its own collect and update.
+Supervised training (`supervised.py`) uses the same loop with its own collect and update.
 """
 
 import dataclasses
@@ -56,38 +56,38 @@ class GRPOTrainer:
     """Trains a causal LM by GRPO, under TRL's names.
 
     Args:
-        model: A folder, hub id or GGUF file, or a transformers causal LM, which is trained in place, or peft's
+        model: A folder, hub id or GGUF file; or a transformers causal LM, which is trained in place; or peft's
             `PeftModel` of one, whose adapters are trained.
         reward_funcs: A reward or a list of them: a function `f(prompts, completions, **columns) -> list[float | None]`
-            (see `Rewards`), a model of sequence classification with one label, or a name: the folder or hub id
-            (ORG/MODEL) of such a model, prm: with that of a process reward model, or module:function.
-        args: The settings; None for the defaults.
+            (see `Rewards`), a sequence classification model with one label, or a name: the folder or hub id
+            (ORG/MODEL) of such a model, prm:NAME for a process reward model, or module:function.
+        args: The settings, or None for the defaults.
         train_dataset: Rows with a `prompt` column (a list of dicts, a datasets.Dataset, a pandas.DataFrame), or a
-            `Source` of them. An IterableDataset is read as far as the max_steps of the run can need. All rows are
-            checked here.
-        eval_dataset: Held-out rows, or a dict of them by name, which are checked here too, or None for no evaluation.
-            Of an IterableDataset max_eval_samples rows are read.
-        processing_class: The tokenizer; None loads the model's.
-        reward_processing_classes: The tokenizers of reward models, one for each of reward_funcs; None, also in the
-            list, loads the model's.
+            `Source` of them. Of an IterableDataset, only the rows that max_steps can need are read. All rows are
+            validated here.
+        eval_dataset: Held-out rows, or a dict of them by name, validated here too, or None for no evaluation. Of an
+            IterableDataset, max_eval_samples rows are read.
+        processing_class: The tokenizer, or None for the model's.
+        reward_processing_classes: The tokenizers of reward models, one for each of reward_funcs. None, also in the
+            list, means the model's.
         callbacks: Callbacks of transformers, as instances or classes.
-        optimizers: Refused, as `quantization_config`, `tools`, `rollout_func` and `environment_factory` of TRL are.
-        quantization_config: Refused.
-        peft_config: A `peft.LoraConfig`, which stands for the settings use_peft, lora_r, lora_alpha and
+        optimizers: Not supported, like TRL's `quantization_config`, `tools`, `rollout_func` and `environment_factory`.
+        quantization_config: Not supported.
+        peft_config: A `peft.LoraConfig`, instead of the settings use_peft, lora_r, lora_alpha and
             lora_target_modules.
-        tools: Refused.
-        rollout_func: Refused.
-        environment_factory: Refused.
-        log: A `RunLog` that has claimed its folder already. None makes one from args.
-        panels: What the picture of the run shows.
+        tools: Not supported.
+        rollout_func: Not supported.
+        environment_factory: Not supported.
+        log: A `RunLog` that has already claimed its folder. None creates one from args.
+        panels: Panels of the run's plot.
 
     Raises:
-        ValueError: An argument or a setting cannot be used; the message names it and the remedy.
+        ValueError: An argument or a setting is invalid. The message names it and the fix.
     """
 
     config_class: ClassVar[type[TrainingConfig]] = GRPOConfig
-    title: ClassVar[str] = "GRPO"  # in front of the progress bar
-    # What the bar and the line of a logged step show: a short name -> the metric.
+    title: ClassVar[str] = "GRPO"  # label of the progress bar
+    # Metrics in the progress bar and in the line of a logged step: short name -> metric.
     shown: ClassVar = {"reward": "reward", "accuracy": "accuracy", "kl": "kl", "length": "completions/mean_length"}
     needed_rows: ClassVar[str] = "rows with a `prompt` column"
     unmeasured: ClassVar[str] = "no held-out rows: accuracy is not measured; the test.jsonl of a folder has some"
@@ -130,7 +130,7 @@ class GRPOTrainer:
         self.made = made = setup.make_policy(model, processing_class, args, ranks, wrapper, self.rewards)
         self.policy, self.tokenizer, self.plan = made.policy, made.tokenizer, made.plan
         if self.rewards is not None:
-            reads_steps = getattr(args, "process_rewards", "outcome") == "token"  # only then are steps found in tokens
+            reads_steps = getattr(args, "process_rewards", "outcome") == "token"  # step rewards per token
             place = self.rewards.device(self.policy.device, args.reward_device)
             self.rewards.place(place, self.tokenizer if reads_steps else None)
         self._check_rows(train_rows)
@@ -159,28 +159,28 @@ class GRPOTrainer:
             self.policy, self.optimizer, self.schedule, max_grad_norm=args.max_grad_norm,
             max_tokens=args.max_tokens_per_microbatch, timer=self.timer, ranks=ranks,
         )  # fmt: skip
-        judged = self.rewards is not None  # without rewards nothing is drawn
+        judged = self.rewards is not None  # without rewards, no completions are drawn
         self.engine = make_backend(self.policy.for_rollouts, args, self._bytes_to_come) if judged else None
         self._prepare()
         functions = self.rewards.functions if judged else []
         self.inputs = inputs_of(args, functions, model, (train_rows, *self.held_out.values()))
         self.copies = HostCopies()
         self.optimizer.adamw.register_step_pre_hook(self.copies.before_update)
-        self.panels, self.log, self.left = panels, None, False  # left: a script has written into the folder of the run
+        self.panels, self.log, self.left = panels, None, False  # left: a script has written to the run folder
         self.callbacks = Callbacks(
             callbacks, self.state, self.model, self.tokenizer, self.optimizer.adamw, self.schedule, ranks
         )
-        # TRL's scripts tell `train` what to resume, so a folder that holds a run is opened there.
+        # TRL's scripts pass the checkpoint to `train`, so an existing run is opened only there.
         if log or not may_go_on(args, ranks):
             self._open(log)
         else:
             self.callbacks.args = Arguments(args, ranks, Path(args.output_dir), bool(self.held_out))
         self.callbacks.call("on_init_end")
 
-    # What is made before the first step; supervised training overrides some of it.
+    # Setup before the first step. Supervised training overrides some of these methods.
 
     def _most_rows(self) -> int | None:
-        """Return the most rows that a run of max_steps can draw; None where its steps follow from the rows."""
+        """Return the maximum number of rows that max_steps can draw, or None if max_steps is not set."""
         args = self.args
         batches = args.dynamic_sampling or 1
         return args.max_steps * batches * args.oversampled(args.prompts_per_step) if args.max_steps > 0 else None
@@ -194,7 +194,7 @@ class GRPOTrainer:
         return Rewards(functions, args.reward_weights, shaping=shaping(args), **rewards_settings(args))
 
     def _check_rows(self, train_rows: Rows) -> None:
-        """Refuse rows that a later step or evaluation could not use."""
+        """Validate all rows that a later step or evaluation may use."""
         for rows in (train_rows, *self.held_out.values()):
             setup.refuse_images(rows)
         self._check_prompts(train_rows)
@@ -205,15 +205,15 @@ class GRPOTrainer:
             check_rows(rows, self.tokenizer, self.policy, limit, self._shows_bars, template_kwargs)
 
     @property
-    def _shows_bars(self):  # before the run has a log
+    def _shows_bars(self):  # used before the log exists
         return self.ranks.lead and not (self.args.disable_tqdm or self.args.quiet) and is_terminal(sys.stderr)
 
     def _bytes_to_come(self):
-        """Count the bytes that an update will take beyond those that are taken now."""
+        """Return the bytes that an update will allocate in addition to the present ones."""
         return self.optimizer.bytes_to_come(self.policy.device) + (self.plan.passing if self.plan else 0)
 
     def _prepare(self):
-        """Make what GRPO needs: the sampling, the reference, the collector and the update."""
+        """Create the sampling parameters, the reference, the collector and the update of GRPO."""
         args = self.args
         self.sampling = dataclasses.replace(
             self.sampling, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p or 0.0,
@@ -239,15 +239,15 @@ class GRPOTrainer:
     def _advice(self):
         return setup.advice(self.args)
 
-    # The folder of the run.
+    # The run folder.
 
     def open(self) -> None:
-        """Claim the folder of the run, unless that is done."""
+        """Claim the run folder, unless it is already claimed."""
         if self.log is None:
             self._open()
 
     def _open(self, log=None):
-        """Claim the folder of the run, unless the log has, and make what needs it."""
+        """Claim the run folder, unless `log` has, and create everything that needs it."""
         args = self.args
         self.log = log = log or open_log(args, self.inputs, self.ranks)
         self.state.log_history = log.history
@@ -257,7 +257,7 @@ class GRPOTrainer:
         if self.plan and math.isfinite(self.plan.room):
             log.say(f"memory of this run\n{table(self.plan.rows())}")
         if self.ranks.size > 1:
-            log.say(f"{self.ranks.size} processes share the run by {self.made.parallel} ({self.made.why})")
+            log.say(f"{self.ranks.size} processes use {self.made.parallel} ({self.made.why})")
         for warning in self._advice():
             log.say(warning)
         self.callbacks.args = Arguments(args, self.ranks, log.dir, bool(self.held_out), self.checkpoints.greater)
@@ -270,7 +270,7 @@ class GRPOTrainer:
             self.state.global_step or self.log.checkpoint is not None or self.log.history or self.left
         )
         if begun:
-            raise ValueError(f"resume_from_checkpoint={checkpoint!r}: this trainer has begun a run; make a new one")
+            raise ValueError(f"resume_from_checkpoint={checkpoint!r}: this trainer has begun a run; create a new one")
         resume = "auto" if checkpoint is True else str(checkpoint)
         self.args = dataclasses.replace(self.args, resume_from_checkpoint=resume, overwrite_output_dir=False)
         if self.log is not None:
@@ -278,7 +278,7 @@ class GRPOTrainer:
         self._open()
 
     def parts(self) -> dict[str, Stateful]:
-        """Return the parts of the run that have state, by the names that a checkpoint gives them."""
+        """Return the stateful parts of the run, by their names in checkpoints."""
         parts = {
             "policy": self.policy, "optimizer": self.optimizer, "schedule": self.schedule, "progress": self.state,
             "source": self.source, "checkpoints": self.checkpoints, "log": self.log, "watch": self.watch,
@@ -291,7 +291,7 @@ class GRPOTrainer:
         return {"reference": self.reference, "entropy": self.entropy, "experience": collector}
 
     def about(self) -> dict[str, Any]:
-        """Return what a resumed run is compared with: the data, the model, the settings and choices, the command."""
+        """Return the command, data, model and settings, which are compared when a run resumes."""
         return {
             "command": self.args.command,
             "rows": len(self.source),
@@ -305,22 +305,21 @@ class GRPOTrainer:
     # The loop.
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> Summary:
-        """Train until the end, starting from a checkpoint if there is one to resume.
+        """Train to the end, from a checkpoint if there is one to resume.
 
-        The first SIGINT or SIGTERM lets the step end and saves. A second one ends the process at once.
+        On the first SIGINT or SIGTERM, the current step ends and is saved. A second one kills the process at once.
 
         Args:
-            resume_from_checkpoint: The folder of a checkpoint; True for the newest one in output_dir; None for what
-                the settings say.
+            resume_from_checkpoint: The folder of a checkpoint; True for the newest one in output_dir; None to follow
+                the settings.
 
         Returns:
             The summary, which is also written to summary.json. It has the attributes of transformers' `TrainOutput`.
 
         Raises:
-            ValueError: A checkpoint could not be read or written, or the run has ended already.
-            KeyboardInterrupt: The run was stopped by SIGINT, after everything was saved.
-            SystemExit: The run was stopped after everything was saved: by SIGTERM, with the exit code 143, or because
-                the output pipe was closed, with 141.
+            ValueError: A checkpoint could not be read or written, or the run has already ended.
+            KeyboardInterrupt: SIGINT stopped the run. Everything is saved.
+            SystemExit: SIGTERM (exit code 143) or a closed output pipe (141) stopped the run. Everything is saved.
         """
         self._resume_from(resume_from_checkpoint)
         with StopSignals(self.ranks) as stop, self.log, self.rewards or nullcontext():
@@ -331,23 +330,23 @@ class GRPOTrainer:
                 return finish(self)
         how = f"--resume_from_checkpoint auto --output_dir {self.log.dir}"
         self.log.terminal.last(f"stopped after step {stopped_after}; continue with {how}")
-        # The first rank that leaves makes torchrun end the others, which may be writing still.
+        # When the first rank exits, torchrun kills the others, which may still be writing.
         self.ranks.meet("the end of the others")
         stop.leave()
 
     def _run(self, stop):
-        """Make the steps that are left. Return None at the end of the run, or the step after which it was stopped."""
+        """Run the remaining steps. Return None at the end of the run, or the step after which it was stopped."""
         log, callbacks = self.log, self.callbacks
         callbacks.begin()
         if log.checkpoint is None:
-            set_seed((self.args.seed + self.ranks.rank) % 2**32)  # reward functions may draw from these generators
+            set_seed((self.args.seed + self.ranks.rank) % 2**32)  # reward functions may use the global generators
         else:
             restore(self.parts(), log.checkpoint, self.about(), log.say, self.ranks)
             if self.ranks.lead:
                 set_aside(log.folder, self.state.global_step, log.say)
             callbacks.restore()
         log.terminal.progress(self.state.max_steps, self.title, done=self.state.global_step)
-        epoch = None  # the epoch whose begin callbacks have seen
+        epoch = None  # the epoch for which on_epoch_begin was called
         while True:
             callbacks.agree(f"what the callbacks want before step {self.state.global_step + 1}")
             self.checkpoints.check()
@@ -382,15 +381,15 @@ class GRPOTrainer:
                 callbacks.call("on_epoch_end")
 
     def _shown(self, values):
-        """Choose the values that the bar or a line shows. Those that are not finite are None in a logged line."""
+        """Select the values for the progress bar or a line. Non-finite values are None in a logged line."""
         chosen = {short: values.get(name) for short, name in self.shown.items()}
         return {short: value for short, value in chosen.items() if value is not None}
 
-    def _stopping(self, stop):  # a signal to one rank stops all of them after the same step
+    def _stopping(self, stop):  # a signal to one rank stops all ranks after the same step
         return stop.agree(f"the decision whether to stop after step {self.state.global_step}")
 
     def step(self) -> dict[str, float]:
-        """Make one step, from rows to updated weights.
+        """Run one step, from rows to updated weights.
 
         Returns:
             Its metrics by name.
@@ -418,9 +417,9 @@ class GRPOTrainer:
         return self.collector(self.state)
 
     def update(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
-        """Train on collected samples: the policy, and the reference where it follows the policy.
+        """Train the policy on collected samples, and sync the reference if it follows the policy.
 
-        Return the samples, with what the update adds to those that it trained on, and the metrics.
+        Return the samples, with the results of the update added to the trained ones, and the metrics.
         """
         trained, size = [sample for sample in samples if sample.trained], self.args.num_generations
         groups = [trained[i : i + size] for i in range(0, len(trained), size)]
@@ -445,12 +444,12 @@ class GRPOTrainer:
         for warning in self.watch.observe(values):
             if warning.startswith("warning"):
                 self.log.warn(step, warning)
-            else:  # a note, such as that a loss near 0 is as it should be
+            else:  # a note, such as that a loss near 0 is expected
                 self.log.say(f"step {step}: {warning}")
         return values | self.timer.stop() | {"num_tokens": state.num_tokens, "epoch": state.epoch}
 
     @property
-    def _logged(self):  # whether a line of metrics.jsonl ends with the step that is being made
+    def _logged(self):  # whether the current step writes a line of metrics.jsonl
         step = self.state.global_step + 1
         return self.args.logs(step) or step == self.state.max_steps
 
@@ -460,14 +459,14 @@ class GRPOTrainer:
     # Evaluations.
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float] | None:
-        """Measure held-out rows, and log what was measured, unless the run has ended.
+        """Evaluate on held-out rows, and log the metrics, unless the run has ended.
 
         Args:
-            eval_dataset: Rows, or a dict of them by name; None for those of the trainer.
-            metric_key_prefix: What the names of the metrics begin with.
+            eval_dataset: Rows, or a dict of them by name. None means the trainer's own.
+            metric_key_prefix: Prefix of the names of the metrics.
 
         Returns:
-            The metrics by name, or None where nothing was measured.
+            The metrics by name, or None if nothing was measured.
         """
         self.open()
         held_out, values = self.held_out, {}
@@ -484,7 +483,7 @@ class GRPOTrainer:
         return values or None
 
     def _measure(self, rows, prefix, further=()):
-        """Complete and judge held-out rows, and log this with `further` metrics. Return the metrics by name."""
+        """Complete and judge held-out rows, and log the metrics together with `further`. Return all by name."""
         if not rows:
             return {}
         args = self.args
@@ -506,15 +505,15 @@ class GRPOTrainer:
         return dict(further) | result.values
 
     def _write(self, values):
-        """Log what was measured on held-out rows, unless the run has ended."""
+        """Log metrics of an evaluation, unless the run has ended."""
         if self.log.folder.held:
             line = self.log.write(self.state.global_step, values | {"epoch": self.state.epoch})
             self.callbacks.call("on_log", logs=line)
 
     def _evaluate_if_due(self):
-        """Evaluate at the start (with eval_on_start), at the end, every eval_steps steps, and where a callback asks.
+        """Evaluate at the start (with eval_on_start), at the end, every eval_steps steps, and if a callback asks to.
 
-        A run that was stopped just before an evaluation makes it after it is resumed.
+        A run that was stopped just before an evaluation runs it when resumed.
         """
         state, every, control = self.state, self.args.eval_steps, self.callbacks.control
         step = state.global_step
@@ -535,7 +534,7 @@ class GRPOTrainer:
     # Checkpoints, and the end of a run.
 
     def _save(self, step):
-        """Save a checkpoint, and wait for it where a callback has an on_save."""
+        """Save a checkpoint, and wait for it if a callback has an on_save."""
         self.checkpoints.save(step, self._snapshot)
         self.callbacks.note_saved()
         if self.callbacks.any_handles("on_save"):
@@ -547,21 +546,21 @@ class GRPOTrainer:
         card = card_of(self, adapters=self.args.use_peft)
         return Snapshot(self.parts(), self.tokenizer, self.about(), self.copies, self.checkpoints.ranks, card)
 
-    # What scripts for transformers' and TRL's trainers read and call.
+    # Attributes and methods used by scripts for transformers' and TRL's trainers.
 
     @property
     def model(self) -> PreTrainedModel:
-        """The transformers model inside of the policy; where it has adapters, peft's `PeftModel` of it."""
+        """The transformers model of the policy, or peft's `PeftModel` if it has adapters."""
         return self.policy.module if self.made.wrapper is None else self.made.wrapper
 
     @property
     def processing_class(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, by TRL's name."""
+        """The tokenizer, under TRL's name."""
         return self.tokenizer
 
     @property
     def reward_funcs(self) -> list[Callable]:
-        """The rewards as functions; a reward model is a `RewardModel`."""
+        """The reward functions; a reward model is a `RewardModel`."""
         return self.rewards.functions[: self.rewards.judges]
 
     @property
@@ -571,7 +570,7 @@ class GRPOTrainer:
 
     @property
     def ref_model(self) -> PreTrainedModel | None:
-        """The frozen reference; None at beta 0, and where the reference is the policy without its adapters."""
+        """The frozen reference; None at beta 0, or if the reference is the policy without its adapters."""
         apart = self.reference is not None and self.reference.policy is not self.policy
         return self.reference.policy.module if apart else None
 

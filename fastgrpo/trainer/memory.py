@@ -1,9 +1,9 @@
-"""The plan of a run's memory, made from its settings and the model's config before any weights are loaded.
+"""Plans the memory of a run from its settings and the model's config, before any weights are loaded.
 
-A run that does not fit its GPU is refused, with the settings that would help. `--gradient_checkpointing auto` and
-`--parallel auto` follow the plan, and rollouts get a share of what it leaves. docs/memory.md describes the parts.
+A run that does not fit its GPU raises an error that names the settings to change. `--gradient_checkpointing auto` and
+`--parallel auto` follow the plan, and rollouts get a share of the remaining memory. docs/memory.md describes the parts.
 
-Shapes: h hidden size, H query heads, K key heads, d head width, f width of the MLP; b bytes of a number of the weights.
+Shapes: h hidden size, H query heads, K key heads, d head width, f width of the MLP, b bytes per weight.
 """
 
 import copy
@@ -37,13 +37,13 @@ from fastgrpo.rollout.attention import choose_provider
 from fastgrpo.rollout.slots import copied_tokens, fit, kv_token_bytes, memory_left
 
 PROMPT_TOKENS = 256  # the length of a typical prompt
-FP32 = 4  # bytes of a number
-# The times of a step at which most memory is held.
+FP32 = 4  # bytes of an fp32 number
+# The phases of a step with the highest memory use.
 TIMES = {
     "draw": "while completions are drawn",
     "reference": "while the reference computes log-probs",
     "head": "while the loss computes logits",
-    "layers": "while the layers go backward",
+    "layers": "in the backward pass of the layers",
 }
 
 
@@ -53,27 +53,27 @@ class Part:
 
     name: str
     bytes: int
-    how: str  # how the bytes are computed, for people, such as "64 x 2 bytes"
-    times: tuple[str, ...] = ()  # the `TIMES` at which the part exists; empty if it always does
-    at_most: bool = False  # whether the bytes are an upper bound, for which no run is refused
-    early: bool = False  # whether a part with `times` exists already when keys and values are allocated
+    how: str  # the computation of the bytes, for the table, such as "64 x 2 bytes"
+    times: tuple[str, ...] = ()  # the `TIMES` at which the part exists; empty if always
+    at_most: bool = False  # whether the bytes are an upper bound, which is left out of the check
+    early: bool = False  # whether a part with `times` already exists when keys and values are allocated
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """A run's memory on each device."""
 
-    parts: list[Part]  # all but keys and values
-    slots: Part  # keys and values, as many as the rollouts want and may have
-    one_group: int  # bytes of keys and values without which there is no rollout
-    share: float  # the share of the remaining memory that keys and values may take
-    room: float  # bytes that the run may take; infinite where unknown
-    checkpointing: bool  # whether layers are computed again in the backward pass
-    why: str  # the reason for `checkpointing`, for people
+    parts: list[Part]  # all except keys and values
+    slots: Part  # keys and values, as many as the rollouts can use within their share
+    one_group: int  # minimum bytes of keys and values, for one group
+    share: float  # maximum share of the remaining memory for keys and values
+    room: float  # available bytes; infinite if unknown
+    checkpointing: bool  # whether the backward pass recomputes layers
+    why: str  # the reason for `checkpointing`, for the table
     ranks: int = 1
     parallel: str = "ddp"
-    chosen: str = ""  # the reason for `parallel`, for people
-    instead: Mapping[str, int] = field(default_factory=dict)  # `least` with other flags, where the run does not fit
+    chosen: str = ""  # the reason for `parallel`, for the table
+    instead: Mapping[str, int] = field(default_factory=dict)  # `least` with other flags, if the run does not fit
 
     @property
     def needed(self) -> int:
@@ -92,36 +92,36 @@ class MemoryPlan:
 
     @property
     def least(self) -> int:
-        """Bytes without which there is no step: the share of keys and values must hold one group."""
+        """Minimum bytes of a step: the share of keys and values must hold one group."""
         return self._peak(certain=True)[1] + math.ceil(self.one_group / self.share)
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for a step."""
+        """Whether a step fits."""
         return self.least <= self.room
 
     def _peak(self, certain=False):
-        """Return the time at which most is held, the bytes then, and the parts; if `certain`, without upper bounds."""
+        """Return the phase of peak memory, its bytes and its parts; if `certain`, without upper bounds."""
         parts = [part for part in self.parts if not (certain and part.at_most)]
         held = {time: [part for part in parts if not part.times or time in part.times] for time in TIMES}
         time = max(TIMES, key=lambda time: sum(part.bytes for part in held[time]))
         return time, sum(part.bytes for part in held[time]), held[time]
 
     def rows(self) -> list[tuple[str, str]]:
-        """List the plan for a table."""
+        """Return the plan as rows of a table."""
         rows = []
         for part in [*self.parts, self.slots]:
             when = f", {TIMES[part.times[0]]}" if len(part.times) == 1 else ""
             rows.append((part.name, f"{gib(part.bytes):>11}   {part.how}{when}"))
-        about = f"the most at once, {TIMES[self._peak()[0]]}" if self.passing else ""
+        about = f"the peak, {TIMES[self._peak()[0]]}" if self.passing else ""
         if not math.isinf(self.room):
-            about += f"; of the {gib(self.room)} that the run may take"
+            about += f"; of {gib(self.room)} available"
         rows.append(("in all", f"{gib(self.needed):>11}   {about}".rstrip()))
         rows.append(("gradient checkpointing", f"{'on' if self.checkpointing else 'off':>11}   {self.why}"))
         return rows + [("parallel", f"{self.parallel:>11}   {self.chosen}")] * (self.ranks > 1)
 
     def check(self) -> None:
-        """Refuse a run that does not fit."""
+        """Raise a ValueError if the run does not fit."""
         if self.fits:
             return
         time, _, parts = self._peak(certain=True)
@@ -134,7 +134,7 @@ class MemoryPlan:
             if saved[flag] >= self.least / 100
         ]
         if not any(count <= self.room for count in self.instead.values()):
-            remedies.append("take a smaller model or larger GPUs, or more of them with --parallel fsdp2")
+            remedies.append("use a smaller model, larger GPUs, or more of them with --parallel fsdp2")
         each = f"each of {self.ranks} processes" if self.ranks > 1 else "the run"
         raise ValueError(
             f"{each} needs at least {gib(self.least)} of memory {TIMES[time]}, and there are {gib(self.room)}: "
@@ -143,7 +143,7 @@ class MemoryPlan:
 
 
 def gib(count: float) -> str:
-    """Write a number of bytes."""
+    """Format a number of bytes."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if count >= size:
             return f"{count / size:.2f} {unit}"
@@ -155,8 +155,8 @@ def activation_bytes(
 ) -> tuple[int, int, int]:
     """Compute an upper bound on the bytes of a micro-batch's activations.
 
-    Returns what the layers keep for the backward pass, what the last norm and the head hold until the layers go
-    backward, and what the backward pass of one layer adds, which gradient checkpointing computes again.
+    Returns the bytes that the layers keep for the backward pass, the bytes that the last norm and the head hold until
+    then, and the bytes that the backward pass of one layer adds (with gradient checkpointing, its activations too).
     """
     config, b = model.config.get_text_config(), dtype.itemsize
     h, layer = config.hidden_size, _layer_bytes(model, b, fused)
@@ -166,21 +166,21 @@ def activation_bytes(
 
 
 def _layer_bytes(model, b, fused):
-    """Count the bytes that autograd keeps of one token in one layer; liger-kernel's `fused` layers keep fewer."""
+    """Return the bytes that autograd keeps of one token in one layer; liger-kernel's `fused` layers keep fewer."""
     config = model.config.get_text_config()
     h, heads, d = config.hidden_size, config.num_attention_heads, head_dim(config)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     f, experts = _mlp_width(config)
-    norms = 2 * ((0 if fused else 4 * h) + 2 * b * h + 4)  # the input in fp32, scaled, and as a product; 1 / rms
+    norms = 2 * ((0 if fused else 4 * h) + 2 * b * h + 4)  # fp32 input, normalized input, output; 1 / rms
     attention = b * (2 * heads * d + 2 * kv_heads * d) + 4 * heads  # queries, output, keys, values; log-sum-exps
-    mlp = (3 if fused else 4) * b * f + 2 * b * experts * h  # gate, its silu, up, and their product; experts' ends
+    mlp = (3 if fused else 4) * b * f + 2 * b * experts * h  # gate, silu, up, product; inputs, outputs of experts
     if any(name.endswith(".q_norm") for name, _ in model.named_modules()):
         norms += (b if fused else 4 + b) * (heads + kv_heads) * d + 4 * (heads + kv_heads)
     return norms + attention + mlp
 
 
 def _mlp_width(config):
-    """Return f, summed over the experts that compute a token, and how many these are (0 without experts)."""
+    """Return f, summed over the active experts of a token, and their number (0 without experts)."""
     names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
     width = next((getattr(config, name) for name in names if getattr(config, name, None)), 4 * config.hidden_size)
     experts = getattr(config, "num_experts_per_tok", None) or 0
@@ -191,7 +191,7 @@ def _mlp_width(config):
 
 
 class Count(NamedTuple):
-    """The numbers of a model's parameters: without adapters, in adapters, trained without adapters, in each layer."""
+    """Numbers of a model's parameters: base, adapters, trained base, and base of each layer."""
 
     base: int
     adapters: int
@@ -209,17 +209,17 @@ class Count(NamedTuple):
 
     @property
     def rest(self) -> int:
-        """Those that belong to no layer: embedding, last norm and head."""
+        """Base parameters outside the layers: embedding, last norm and head."""
         return self.base - sum(self.layers)
 
     @property
     def two_layers(self) -> int:
-        """Those of two of the largest layers, as one is gathered while another computes."""
+        """Base parameters of two of the largest layers: one is gathered while the other computes."""
         return 2 * max(self.layers)
 
 
 class _Planner:
-    """Computes the parts of a run on each device; `model` has its dtype and its adapters, and no weights."""
+    """Computes the parts of a run on each device; `model` has dtype and adapters, but no weights."""
 
     def __init__(self, config, model, dtype, device, prompt_tokens, room, ranks, parallel, judges):
         self.config, self.model, self.dtype, self.device = config, model, dtype, device
@@ -228,7 +228,7 @@ class _Planner:
         self.grpo = isinstance(config, GRPOConfig)
 
     def plan(self) -> MemoryPlan:
-        """Make the plan. On a GPU, auto is gradient checkpointing unless all activations fit beside everything else."""
+        """Make the plan. On a GPU, auto turns gradient checkpointing on unless all activations fit without it."""
         config = self.config
         share = 1.0 if config.rollout_backend == "hf" else config.rollout_memory_utilization
         slots, one_group, lanes = self._slots()
@@ -239,29 +239,29 @@ class _Planner:
             held = [*parts, *self._activations(on)]
             return MemoryPlan(held, slots, one_group, share, self.room, on, why, self.ranks, self.parallel)
 
-        on, why = config.gradient_checkpointing, "as gradient_checkpointing says"
+        on, why = config.gradient_checkpointing, "set by gradient_checkpointing"
         if on == "auto" and self.device.type == "cpu" and math.isinf(self.room):
             on, why = True, "auto is on on a CPU"
         elif on == "auto":
             on = slots.bytes > share * (self.room - planned(False).fixed)
-            why = f"the activations of all layers {'would not fit' if on else 'fit'} beside everything else"
+            why = f"the activations of all layers {'would not fit' if on else 'fit'} beside all other parts"
         made = planned(on, why)
         if slots.bytes <= share * (self.room - made.fixed):
             return made
-        how = f"{share:g} of what the other parts leave; rollouts would fill {gib(slots.bytes)}: {slots.how}"
+        how = f"{share:g} of the remaining memory; rollouts could use {gib(slots.bytes)}: {slots.how}"
         fewer = max(one_group, int(share * (self.room - made.fixed)))
         return dataclasses.replace(made, slots=Part(slots.name, fewer, how))
 
     def _slots(self):
-        """Compute the part of keys and values, the bytes of one group of them, and the number of lanes."""
+        """Compute the part of keys and values, the bytes of one group, and the number of lanes."""
         config = self.config
         if not self.grpo:
-            return Part("keys and values", 0, "evaluations take a share of what is left"), 0, 0
+            return Part("keys and values", 0, "evaluations use a share of the remaining memory"), 0, 0
         shape = self.model.config.get_text_config()
         token = kv_token_bytes(shape, self.dtype)
         group = self.prompt_tokens, [config.max_completion_length] * config.num_generations
         wanted = [group] * -(-config.oversampled(config.prompts_per_step) // self.ranks)
-        flat = True  # the hf backend has a copy of the prompt for each completion, as sdpa has
+        flat = True  # the hf backend copies the prompt for each completion, like sdpa
         if config.rollout_backend != "hf":
             copied = copied_tokens(wanted, config.max_num_seqs)
             provider = choose_provider("auto", self.device, self.dtype, head_dim(shape), copied)
@@ -274,9 +274,9 @@ class _Planner:
         return part, one.tokens * token, slots.lanes
 
     def _weights(self):
-        """Compute the parts of policy, gradients and optimizer: whole, or with fsdp2 a shard, and adapters whole.
+        """Compute the parts of policy, gradients and optimizer. With fsdp2, all except adapters are sharded.
 
-        Shards of trained weights are fp32: they are the optimizer's masters.
+        Shards of trained weights are fp32, because they are the optimizer's masters.
         """
         count, b, parts = self.count, self.dtype.itemsize, []
         masters = FP32 * (self.dtype != torch.float32)
@@ -298,7 +298,7 @@ class _Planner:
         return parts
 
     def _gathered(self):
-        """Compute the parts of sharded weights and gradients that are whole for a while."""
+        """Compute the parts of sharded weights and gradients that are temporarily gathered."""
         if not self.sharded:
             return []
         config, count, b, rest = self.config, self.count, self.dtype.itemsize, "embedding and head"
@@ -308,7 +308,7 @@ class _Planner:
         unit = max(*count.layers, count.rest)
         whole, what = count.two_layers + count.rest, f"two layers, {rest}"
         if config.parallel == "fsdp2_keep":
-            whole, what = count.base, "all layers, as parallel is fsdp2_keep"
+            whole, what = count.base, "all layers, because parallel is fsdp2_keep"
         gradients = max(count.two_layers, count.rest) if count.trained else 0
         how = f"two layers, or {rest}: {gradients:,} x 4 bytes" if gradients else "none: the shards are frozen"
         parts = [
@@ -318,7 +318,7 @@ class _Planner:
             Part("gathered layers", whole * b, f"{what}: {whole:,} x {b} bytes", ("reference", "head", "layers")),
             Part("unsharded gradients", gradients * FP32, how, ("layers",)),
         ]  # fmt: skip
-        # The full KL reads the states of a frozen copy, which is sharded too and runs inside of the policy's pass.
+        # The full KL needs the states of a frozen copy, which is sharded too and runs within the policy's pass.
         copied = self.grpo and not config.use_peft and config.ref_storage is None
         if copied and config.objective.full_kl:
             how = f"{rest} beside the policy's: {count.rest:,} x {b} bytes"
@@ -326,14 +326,14 @@ class _Planner:
         return parts
 
     def _reference(self):
-        """Compute the part of the reference that `make_reference` would make."""
+        """Compute the part of the reference, as `make_reference` creates it."""
         config, none = self.config, None
         if not self.grpo:
             none = "supervised training has none"
         elif config.beta == 0:
             none = "beta is 0"
         elif config.use_peft:
-            none = "it is the policy with its adapters off"
+            none = "it is the policy without its adapters"
         if none:
             return Part("reference", 0, f"none: {none}")
         b, size = self.dtype.itemsize, self.count.base * self.dtype.itemsize
@@ -354,8 +354,8 @@ class _Planner:
         """Compute the parts of the head."""
         config, weight = self.config, self.model.get_output_embeddings().weight
         vocabulary, hidden = weight.shape
-        # Without Triton: the logits, with the full KL those of the reference and as many to compute with, and the slope
-        # of the soft-cap.
+        # Without Triton: the logits; with the full KL, the reference's logits and as many temporaries; with a soft-cap,
+        # its slope.
         full_kl = self.grpo and config.objective.full_kl
         capped = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None) is not None
         chunk, logit = chunk_rows(vocabulary), FP32 * (1 + 2 * full_kl + capped)
@@ -365,9 +365,9 @@ class _Planner:
             chunk, logit = CHUNK_ROWS, self.dtype.itemsize
         chunk = min(chunk, config.max_tokens_per_microbatch)
         gradient = vocabulary * hidden * FP32 * weight.requires_grad
-        # Autograd holds the gradient of a tied head until the very end; fsdp2 reduces it with that of the embedding.
+        # Autograd keeps the gradient of a tied head until the end; fsdp2 reduces it with the embedding's gradient.
         held = self.sharded or weight is self.model.get_input_embeddings().weight
-        # A repetition penalty computes with three more tensors of this size.
+        # A repetition penalty needs three more tensors of this size.
         drawn = FP32 * (4 if self.grpo and config.repetition_penalty != 1 else 1)
         how = f"{vocabulary:,} x {hidden} x 4 bytes" if gradient else "none: it is frozen"
         logits, entries = lanes * vocabulary * drawn, f"{chunk} x {vocabulary:,} x {logit} bytes"
@@ -378,16 +378,16 @@ class _Planner:
         ]
 
     def _activations(self, checkpointing):
-        """Compute the parts of the activations of the largest micro-batch; the length of examples is not known yet."""
+        """Compute the parts of the activations of the largest micro-batch. Lengths of examples are not yet known."""
         config, supervised, in_all = self.config, not self.grpo, math.inf
         if self.grpo:
             prompts = -(-config.prompts_per_step // self.ranks)
             in_all = prompts * (self.prompt_tokens + config.num_generations * config.max_completion_length)
-        longest = self.prompt_tokens + config.max_completion_length  # longer than the budget: a pass of its own
+        longest = self.prompt_tokens + config.max_completion_length  # a sample above the budget gets its own pass
         tokens = max(min(config.max_tokens_per_microbatch, in_all), longest)
         fused = would_apply(self.model, config.use_liger_kernel, self.device)
         sizes = activation_bytes(self.model, self.dtype, tokens, checkpointing=checkpointing, fused=fused)
-        again = ", whose layers are computed again" if checkpointing else ""
+        again = ", with layers recomputed" if checkpointing else ""
         many = f"{'at most ' * supervised}{tokens:,} tokens"
         return [
             Part("activations", sizes[0], f"{many} of a micro-batch{again}", ("head", "layers"), supervised),
@@ -400,9 +400,9 @@ def plan(
     config: TrainingConfig, model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device,
     prompt_tokens: int = PROMPT_TOKENS, room: float = math.inf, ranks: int = 1, judges: int = 0,
 ) -> MemoryPlan:  # fmt: skip
-    """Plan a run's memory on each device, for a `model` without weights; choose what is auto.
+    """Plan a run's memory on each device, for a `model` without weights, and resolve auto settings.
 
-    `judges` are the bytes of reward models. A run that does not fit is planned again with each setting that may help.
+    `judges` are the bytes of reward models. If the run does not fit, plan it also with each setting that may help.
     """
     model = model.to(dtype)
 
@@ -423,14 +423,14 @@ def plan(
         try:
             changed, without = dataclasses.replace(chosen, **settings), "reward_model_kwargs" in settings
             other = of(changed, sharing(settings.get("parallel", parallel)), 0 if without else judges)
-        except (TypeError, ValueError):  # no such field, a conflict with other settings, or no adapters for this model
+        except (TypeError, ValueError):  # no such field, conflicting settings, or no adapters for this model
             continue
         instead[flag] = other.least
     return dataclasses.replace(made, instead=instead)
 
 
 def _changes(config, ranks):
-    """List the flags that may save memory, each with the settings that it changes."""
+    """Return the flags that may save memory, each with the settings that it changes."""
     without_reference = {"ref_storage": None, "sync_ref_model": False}
     tokens, length = config.max_tokens_per_microbatch // 2, config.max_completion_length // 2
     judges = json.dumps(keywords("reward_model_kwargs", config.reward_model_kwargs) | {"device": "cpu"})
@@ -452,20 +452,20 @@ def _changes(config, ranks):
 
 
 def sharing(parallel: str) -> str:
-    """Return ddp or fsdp2: fsdp2_keep and fsdp2_offload are ways of fsdp2."""
+    """Return ddp or fsdp2; fsdp2_keep and fsdp2_offload are variants of fsdp2."""
     return parallel.partition("_")[0]
 
 
 def choose_parallel(config: TrainingConfig, whole: MemoryPlan | None) -> tuple[str, str]:
-    """Decide how the processes of a run share its weights, gradients and optimizer, and say why."""
+    """Choose ddp or fsdp2, and return it with the reason."""
     if config.parallel != "auto":
-        return sharing(config.parallel), "as parallel says"
+        return sharing(config.parallel), "set by parallel"
     if whole is None:
-        return "ddp", "auto is ddp where the memory of a model cannot be planned"
+        return "ddp", "auto is ddp if the memory of a model cannot be planned"
     if whole.ranks == 1 or math.isinf(whole.room):
-        return "ddp", "one process has everything" if whole.ranks == 1 else "auto is ddp on a CPU"
+        return "ddp", "there is one process" if whole.ranks == 1 else "auto is ddp on a CPU"
     fit, mode = ("fit", "ddp") if whole.fits else ("do not fit", "fsdp2")
-    return mode, f"weights, gradients and optimizer {fit} a device whole, in {gib(whole.least)} at least"
+    return mode, f"weights, gradients and optimizer {fit} one device unsharded, in at least {gib(whole.least)}"
 
 
 def plan_run(
@@ -475,9 +475,9 @@ def plan_run(
     ranks: Ranks = ALONE,
     rewards: Rewards | None = None,
 ) -> MemoryPlan | None:
-    """Plan a run before its weights are loaded; None where that cannot be done.
+    """Plan a run before its weights are loaded. Return None if the model cannot be planned.
 
-    All ranks call this together. They get the same plan, made for the device that has the least room.
+    All ranks must call this together. They get the same plan, for the device with the least free memory.
     """
     if not isinstance(model, (str, Path, PreTrainedModel)):
         return None

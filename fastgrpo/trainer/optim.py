@@ -1,8 +1,8 @@
 """AdamW with fp32 masters, and its learning-rate schedule.
 
-A bf16 weight has 8 bits of mantissa, so an update below 1/256 of the weight is rounded away. At a learning rate of 1e-6
-that is nearly every update. So the module holds bf16 weights for speed, and the optimizer holds fp32 masters, gradients
-and moments. After each step the masters are copied into the storage of the module's weights, which rollouts read too.
+A bf16 weight has 8 bits of mantissa, so updates below 1/256 of the weight are rounded to 0. At a learning rate of 1e-6
+these are nearly all updates. So the module holds bf16 weights for speed, and the optimizer holds fp32 masters,
+gradients and moments. After each step the masters are copied into the module's weights, which rollouts read too.
 """
 
 import math
@@ -17,16 +17,16 @@ from transformers import get_scheduler
 from fastgrpo.policy.shard import fill, local
 from fastgrpo.ranks import Ranks
 
-PARTS = ("master", "exp_avg", "exp_avg_sq", "step")  # what there is of each parameter
+PARTS = ("master", "exp_avg", "exp_avg_sq", "step")  # state of each parameter
 
 
 class MasterAdamW:
     """AdamW (arXiv 1711.05101) over a module's trainable parameters, with an fp32 master of each one below fp32.
 
-    The gradient of a low-precision parameter is added to its master's gradient in fp32 as soon as it exists. So the
-    accumulation over micro-batches loses no precision, and no second copy of the gradients stays in memory.
+    A hook adds the gradient of a low-precision parameter to its master's gradient in fp32 as soon as it is computed. So
+    the accumulation over micro-batches is exact to fp32, and there is no second copy of the gradients.
 
-    The parameters of a sharded policy are fp32 shards. They are their own masters, and so are gradients and moments.
+    The parameters of a sharded policy are fp32 shards and their own masters. Gradients and moments are sharded too.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class MasterAdamW:
             raise ValueError(f"{type(model).__name__} has no trainable parameters")
         self.pairs = []  # (parameter, master) of each parameter below fp32; the others are their own masters
         masters = [self._master(parameter) for parameter in named.values()]
-        # Norms and biases are not decayed, which is common practice.
+        # Norms and biases have no weight decay, as usual.
         groups = [
             {"params": [m for m in masters if m.ndim >= 2], "weight_decay": weight_decay},
             {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},
         ]
         self.names, self.masters = list(named), masters
-        # Either all of them are sharded, or none: where adapters, which are whole, are trained, nothing else is.
+        # All of them are sharded or none: adapters are never sharded, and are trained without other weights.
         self.sharded = isinstance(masters[0], DTensor)
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True
@@ -65,7 +65,7 @@ class MasterAdamW:
             if master.grad is None:
                 master.grad = parameter.grad.float()
             else:
-                master.grad.add_(parameter.grad)  # in fp32; on a GPU without a copy of the addend
+                master.grad.add_(parameter.grad)  # in fp32; on a GPU without a copy of parameter.grad
             parameter.grad = None
 
         parameter.register_post_accumulate_grad_hook(move)
@@ -73,11 +73,11 @@ class MasterAdamW:
 
     @torch.no_grad()
     def reduce(self, ranks: Ranks, loss: torch.Tensor | None) -> torch.Tensor | None:
-        """Add up over the ranks the gradients of masters that each rank holds whole, and the loss, in one sum.
+        """Sum the loss and the gradients of unsharded masters over the ranks, in one exchange.
 
-        The gradients of sharded masters have been added up in the backward passes. All ranks must call this together,
-        if any of them has a gradient. A rank without one counts as zeros. A master that has none on any rank, such as
-        that of an expert without tokens, stays without one: AdamW would decay it otherwise.
+        The gradients of sharded masters are already summed in the backward passes. All ranks must call this together,
+        if any of them has a gradient. A missing gradient counts as zeros. If a master has no gradient on any rank, such
+        as an expert without tokens, it stays None: AdamW would otherwise decay the weight.
         """
         if ranks.size == 1:
             return loss
@@ -100,22 +100,22 @@ class MasterAdamW:
     def step(self, max_grad_norm: float = 0.0, loss: torch.Tensor | None = None) -> torch.Tensor:
         """Clip the gradients, update the masters, and copy them into the module.
 
-        Where the norm of the gradients or the loss is not finite, the update is skipped: weights and moments stay as
-        they are. This is decided on the device, so the host does not wait for it.
+        If the gradient norm or the loss is not finite, the update is skipped: weights and moments do not change. The
+        device decides this, without a sync.
         """
         norm = self._clip(max_grad_norm if max_grad_norm > 0 else torch.inf)
         norm = norm.to(self.masters[0].device)  # without any gradient, torch returns the norm on the CPU
         finite = norm.isfinite() if loss is None else norm.isfinite() & loss.isfinite()
-        self.adamw.found_inf = (~finite).float()  # where this is 1, fused AdamW changes nothing
+        self.adamw.found_inf = (~finite).float()  # if this is 1, fused AdamW changes nothing
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        if self.sharded:  # fused AdamW raises the versions of plain tensors alone
+        if self.sharded:  # fused AdamW increments the versions of plain tensors only
             torch.autograd.graph.increment_version(self.masters)
         self.to_module()
         return torch.where(finite, norm, torch.nan)
 
     def _clip(self, limit):
-        """Scale the gradients down to a norm of at most `limit`, and return the norm before."""
+        """Clip the gradient norm to `limit`, and return the norm before clipping."""
         parts = [local(master.grad) for master in self.masters if master.grad is not None]
         if not self.sharded or not parts:
             return torch.nn.utils.clip_grad_norm_(self.masters, limit)
@@ -123,12 +123,12 @@ class MasterAdamW:
         square = torch.nn.utils.get_total_norm(parts).square().to(mesh.device_type)
         torch.distributed.all_reduce(square, group=mesh.get_group())
         norm = square.sqrt()
-        scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch clips
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
         torch._foreach_mul_(parts, scale.to(parts[0].device))
         return norm
 
     def bytes_to_come(self, device: torch.device) -> int:
-        """Count the bytes that the gradients and, before the first step, the moments will still take on a device."""
+        """Return the bytes still to allocate on a device for gradients and, before the first step, moments."""
         states = [self.adamw.state.get(master, {}) for master in self.masters]
         missing = [sum(name not in state for name in ("exp_avg", "exp_avg_sq")) for state in states]
         parts = [local(master.detach()) for master in self.masters]
@@ -144,18 +144,18 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy a saved state of one process into the masters and into AdamW, of shards each rank's own part.
+        """Copy a saved state of one process into masters and AdamW. Each rank fills its own shards.
 
-        The module's own weights must have been loaded before. Those below fp32 in the saved run become what their
-        masters are where they are masters themselves now.
+        The module's weights must have been loaded before. Weights that were below fp32 in the saved run, and are fp32
+        shards now, get the values of their saved masters.
         """
         owners = [master for _, master in self.pairs]
         if len(state["masters"]) == len(self.masters):
-            owners = self.masters  # also where the weights, which one process held below fp32, are shards in fp32 now
+            owners = self.masters  # also if weights that were below fp32 in one process are fp32 shards now
         of_groups = [master for group in self.adamw.param_groups for master in group["params"]]
         groups, moments = state["adamw"]["param_groups"], state["adamw"]["state"]
         if len(owners) != len(state["masters"]) or sum(len(group["params"]) for group in groups) != len(of_groups):
-            raise ValueError("the state of the optimizer is of other parameters than the policy's")
+            raise ValueError("the state of the optimizer belongs to other parameters than the policy's")
         for master, saved in zip(owners, state["masters"], strict=True):
             fill(master, saved)
         for index, saved in moments.items():
@@ -165,7 +165,7 @@ class MasterAdamW:
         self._take_over(groups)
 
     def named_state(self) -> dict[str, Any]:
-        """Return the same state by the names of the parameters, which every rank has, however they are sharded."""
+        """Return the same state by parameter names, which do not depend on the sharding."""
         state = {}
         for name, master in zip(self.names, self.masters, strict=True):
             parts = {"master": master.detach(), **self.adamw.state.get(master, {})}
@@ -174,22 +174,22 @@ class MasterAdamW:
         return state | {"groups": groups}
 
     def make_room(self, names: Collection[str]) -> None:
-        """Allocate the moments that a saved state has, so that `named_state` returns the tensors to fill with it."""
+        """Allocate the moments of a saved state, so that `named_state` returns the tensors to fill."""
         masters = dict(zip(self.names, self.masters, strict=True))
         saved = {part: {name for kind, _, name in (n.partition(".") for n in names) if kind == part} for part in PARTS}
         if saved["master"] != masters.keys() or not saved["step"] <= masters.keys():
-            raise ValueError("the state of the optimizer is of other parameters than the policy's")
+            raise ValueError("the state of the optimizer belongs to other parameters than the policy's")
         for name in saved["step"]:
             self._moments(masters[name])
 
     @torch.no_grad()
     def load_named_state(self, state: dict[str, Any]) -> None:
-        """Take over a state whose tensors have been filled in place, and copy the masters into the module."""
+        """Restore the settings of AdamW, after its tensors were filled in place, and copy the masters to the module."""
         self._take_over(state["groups"])
         self.to_module()
 
     def _moments(self, master):
-        """Return the state of AdamW for a master, which is made as AdamW makes it where there is none yet."""
+        """Return the state of AdamW for a master. If missing, initialize it as AdamW does."""
         if not self.adamw.state[master]:
             step = torch.zeros((), dtype=torch.float32, device=master.device)
             moments = (torch.zeros_like(master, memory_format=torch.preserve_format) for _ in range(2))
@@ -197,13 +197,13 @@ class MasterAdamW:
         return self.adamw.state[master]
 
     def _take_over(self, groups):
-        """Take over the settings of AdamW, such as the learning rate where the schedule stands."""
+        """Restore the settings of AdamW, such as the current learning rate."""
         for mine, saved in zip(self.adamw.param_groups, groups, strict=True):
             mine.update({name: value for name, value in saved.items() if name != "params"})
 
     @torch.no_grad()
     def to_module(self) -> None:
-        """Copy the masters into the module, where it holds weights below fp32."""
+        """Copy the masters into the module's weights below fp32."""
         if self.pairs:
             torch._foreach_copy_(*map(list, zip(*self.pairs, strict=True)))  # one launch for many weights
 
@@ -216,7 +216,7 @@ def make_schedule(
     total_steps: int,
     further: Mapping[str, Any] | None = None,
 ) -> LRScheduler:
-    """Make one of transformers' learning-rate schedules."""
+    """Create one of transformers' learning-rate schedules."""
     if 0 < warmup_steps < 1:
         warmup_steps = math.ceil(warmup_steps * total_steps)  # as transformers
     try:
@@ -232,12 +232,12 @@ def make_schedule(
         raise ValueError(f"lr_scheduler_type {name!r} cannot be used{given}: {error}") from None
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ValueError(
-            f"lr_scheduler_type {name!r} follows a metric and not the steps; choose another schedule, such as cosine"
+            f"lr_scheduler_type {name!r} depends on a metric, not on the steps; use another schedule, such as cosine"
         )
     return schedule
 
 
 def check_schedule(name: str, further: Mapping[str, Any] | None = None) -> None:
-    """Check the name of a schedule before there is a model."""
+    """Check the name of a schedule, without a model."""
     optimizer = MasterAdamW(torch.nn.Linear(1, 1), learning_rate=1.0)
     make_schedule(optimizer, name, warmup_steps=0, total_steps=1, further=further)

@@ -1,6 +1,6 @@
-"""What a run writes beside its log and checkpoints: models, cards, metrics and the summary.
+"""Outputs of a run besides log and checkpoints: models, cards, metrics and the summary.
 
-GRPOTrainer takes these functions as its methods, under the names that scripts for transformers.Trainer call.
+These functions are methods of GRPOTrainer, under the names that transformers.Trainer scripts call.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from fastgrpo.run.profiling import peak_gib
 
 
 def card_of(trainer: Any, adapters: bool) -> str:
-    """Write the model card of what is saved now: of adapters, or of a whole model."""
+    """Write the model card of saved adapters or of a whole model."""
     base, rows, name = trainer.policy.module.name_or_path, len(trainer.source), trainer.log.dir.name
     rewards = trainer.rewards.names if trainer.rewards else ()
     return model_card(
@@ -31,7 +31,7 @@ def card_of(trainer: Any, adapters: bool) -> str:
 
 
 def finish(trainer: Any) -> Summary:
-    """Write the files that a finished run leaves, and return its summary."""
+    """Write the files of a finished run, and return its summary."""
     state, history = trainer.state, trainer.log.history
     seconds = round(time.perf_counter() - trainer.log.started, 2)
     summary = {
@@ -52,7 +52,7 @@ def finish(trainer: Any) -> Summary:
     trainer.callbacks.call("on_log", logs=history[-1])
     trainer.callbacks.call("on_train_end")
     if trainer.args.use_peft:
-        with trainer.policy.gather():  # which all ranks open together
+        with trainer.policy.gather():  # a collective call
             if trainer.ranks.lead:
                 whole, card = merged(trainer.policy.for_rollouts.module), card_of(trainer, adapters=False)
                 write_model(trainer.log.folder.claim("merged"), whole, trainer.tokenizer, card=card)
@@ -66,9 +66,9 @@ def finish(trainer: Any) -> Summary:
 
 
 def save_model(trainer: Any, output_dir: str | Path | None = None) -> None:
-    """Write the model, with adapters only these, and the tokenizer in the format of transformers.
+    """Write the tokenizer and the model, or only its adapters, in the format of transformers.
 
-    Rank 0 writes. With parallel=fsdp2 all ranks call this together, since they gather the model.
+    Rank 0 writes. With parallel=fsdp2 all ranks must call this together, to gather the model.
     """
     trainer.open()
     path = Path(output_dir or trainer.log.dir)
@@ -83,7 +83,7 @@ def save_model(trainer: Any, output_dir: str | Path | None = None) -> None:
 
 
 def push_to_hub(trainer: Any, commit_message: str = "End of training", **settings: Any) -> Any:
-    """Upload the model, its tokenizer and its card to the hub, by huggingface_hub. All ranks call this together."""
+    """Upload the model, its tokenizer and its card to the hub. All ranks must call this together."""
     from huggingface_hub import HfApi
 
     with TemporaryDirectory() as folder:
@@ -105,7 +105,7 @@ def log_metrics(trainer: Any, split: str, metrics: Mapping[str, Any]) -> None:
 
 
 def save_metrics(trainer: Any, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-    """Write metrics to SPLIT_results.json in the folder of the run."""
+    """Write metrics to SPLIT_results.json in the run folder."""
     trainer.open()
     files = [f"{split}_results.json", *(["all_results.json"] if combined else [])]
     for file in files if trainer.ranks.lead else ():
@@ -115,7 +115,7 @@ def save_metrics(trainer: Any, split: str, metrics: Mapping[str, Any], combined:
 
 
 def save_state(trainer: Any) -> None:
-    """Write trainer_state.json, with the log, to the folder of the run."""
+    """Write trainer_state.json, with the log, to the run folder."""
     trainer.open()
     if trainer.ranks.lead:
         state = {**trainer.state.state_dict(), "log_history": trainer.state.log_history}
@@ -125,7 +125,7 @@ def save_state(trainer: Any) -> None:
 
 @contextlib.contextmanager
 def _claimed(trainer, name):
-    """Hold the folder of the run, which an ended run has released, and claim a name in it."""
+    """Lock the run folder, which is released when the run ends, and claim a name in it."""
     with trainer.log.folder.held_for():
         trainer.left = True
         yield trainer.log.folder.claim(name)

@@ -1,4 +1,4 @@
-"""What a trainer makes of its arguments: adapters, held-out rows, and the policy, whose memory is planned first."""
+"""Sets up a trainer from its arguments: adapters, held-out rows, and the policy, after planning its memory."""
 
 import ctypes
 import dataclasses
@@ -34,28 +34,28 @@ from fastgrpo.run.resume import digest_of_weights, refuse_differences
 from fastgrpo.trainer.memory import MemoryPlan, choose_parallel, plan_run
 
 NOT_YET = {
-    "tools": "let the model answer in one turn",
-    "rollout_func": "let the engine draw the completions",
-    "environment_factory": "give the prompts as train_dataset and judge the completions by reward_funcs",
-    "quantization_config": "load the model without quantization, with peft_config for little memory",
+    "tools": "use single-turn prompts",
+    "rollout_func": "use the engine",
+    "environment_factory": "pass the prompts as train_dataset and score completions with reward_funcs",
+    "quantization_config": "load the model without quantization; to save memory pass peft_config",
 }
 
 
 def refuse_given(optimizers: Any, **given: Any) -> None:
-    """Refuse arguments of TRL's trainer that do not exist here."""
+    """Raise for arguments of TRL's trainer that are not supported."""
     if optimizers is not None and any(given is not None for given in optimizers):
         raise ValueError(
-            "optimizers: the optimizer keeps fp32 masters and its state is part of every checkpoint, so it cannot be "
-            "another one; set learning_rate, weight_decay, adam_beta1, adam_beta2, adam_epsilon, lr_scheduler_type and "
-            "warmup_steps"
+            "optimizers cannot be replaced, because the optimizer holds the fp32 masters of every checkpoint; set "
+            "learning_rate, weight_decay, adam_beta1, adam_beta2, adam_epsilon, lr_scheduler_type and warmup_steps "
+            "instead"
         )
     for name, value in given.items():
         if value is not None and value != []:
-            raise ValueError(f"{name} is not in fastgrpo yet: leave it out, and {NOT_YET[name]}")
+            raise ValueError(f"{name} is not supported yet; omit it, and {NOT_YET[name]}")
 
 
 def checked(args: Any, tokenizer: Any, kind: type[TrainingConfig]) -> TrainingConfig:
-    """Return the settings, or refuse settings and a tokenizer of another type."""
+    """Return the settings. Raise if the settings or the tokenizer have another type."""
     args = kind() if args is None else args
     if not isinstance(args, kind):
         remedy = f"{kind.__name__}(**args)" if isinstance(args, dict) else f"a fastgrpo.{kind.__name__}"
@@ -68,26 +68,26 @@ def checked(args: Any, tokenizer: Any, kind: type[TrainingConfig]) -> TrainingCo
 
 
 def count_steps(args: TrainingConfig, rows: int) -> int:
-    """Count the steps of a run. Raises ValueError where they are too few to be profiled."""
+    """Return the number of steps of a run. Raise a ValueError if they are too few to profile."""
     steps = args.max_steps if args.max_steps >= 0 else math.ceil(args.num_train_epochs * rows / args.rows_per_step)
     needed = needed_steps(args.profile)
     if args.profile and needed > steps:
         raise ValueError(
-            f"profile={args.profile} needs a run of at least {needed} steps (warm-up, timed, traced), and this one has "
-            f"{steps}; raise max_steps or lower profile"
+            f"profile={args.profile} needs at least {needed} steps (warm-up, timed, traced), and this run has {steps}; "
+            "raise max_steps or lower profile"
         )
     return steps
 
 
 def with_adapters(model: Any, peft_config: Any, args: TrainingConfig) -> tuple[Any, TrainingConfig, Any]:
-    """Read which adapters the trainer was given."""
+    """Return the bare model, the settings of its adapters, and peft's wrapper or None."""
     wrapped = is_wrapper(model)
     if wrapped and peft_config is not None:
-        raise ValueError("model is a PeftModel, and there is a peft_config too: pass model.merge_and_unload() with it")
+        raise ValueError("model is a PeftModel and peft_config is set; pass model.merge_and_unload() with peft_config")
     if not wrapped and peft_config is None:
         return model, args, None
     if args.use_peft and not wrapped:
-        raise ValueError("peft_config and the setting use_peft both ask for adapters; leave one of them out")
+        raise ValueError("peft_config and use_peft both add adapters; pass only one of them")
     if not wrapped:
         return model, dataclasses.replace(args, **lora_settings(peft_config)), None
     inner, settings = unwrapped(model, moved=getattr(args, "beta", 0.0) == 0)
@@ -95,24 +95,24 @@ def with_adapters(model: Any, peft_config: Any, args: TrainingConfig) -> tuple[A
 
 
 def refuse_images(rows: Iterable[Mapping]) -> None:
-    """Refuse rows with images, which TRL would show to a model for text and images."""
+    """Raise if rows have images, which TRL supports for vision-language models."""
     for row in rows:
         column = next((name for name in ("image", "images") if isinstance(row, Mapping) and name in row), None)
         if column:
             raise ValueError(
-                f"the rows have the column {column!r}: models for images are not trained here; drop the column, or "
-                "rename it if it holds no images"
+                f"the rows have the column {column!r}, but vision-language models are not supported; drop the column, "
+                "or rename it if it holds no images"
             )
         return
 
 
 def advice(args: TrainingConfig) -> list[str]:
-    """Tell which settings of the loss do not go together well, as TRL warns."""
+    """Return warnings about combinations of loss settings, as TRL does."""
     loss = args.loss_type
     if args.importance_sampling_level == "sequence" and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
         return [
-            f"warning: importance_sampling_level=sequence with loss_type={loss} adds up over tokens, so that long "
-            "completions weigh more; loss_type=grpo is GSPO's"
+            f"warning: importance_sampling_level=sequence with loss_type={loss} sums over tokens, so that long "
+            "completions have more weight; GSPO uses loss_type=grpo"
         ]
     return []
 
@@ -125,19 +125,19 @@ def read_held_out(data: Any, count: int | None) -> dict[str, Rows]:
     read = {}
     for name, rows in named.items():
         if not isinstance(name, str) or "/" in name or (isinstance(data, Mapping) and not name):
-            raise ValueError(f"eval_dataset: {name!r} cannot be the name of a data set; take a text without /")
+            raise ValueError(f"eval_dataset: {name!r} cannot be the name of a data set; use a string without /")
         where = f"eval_dataset[{name!r}]" if name else "eval_dataset"
         read[name] = as_rows(rows, where, count, "max_eval_samples").head(count)
     return read
 
 
 def prefixes(names: Iterable[str], prefix: str) -> list[str]:
-    """Return what the metrics of each data set begin with, as transformers does."""
+    """Return the prefix of the metrics of each data set, as transformers does."""
     return [f"{prefix}_{name}" if name else prefix for name in names]
 
 
 def renamed(result: Evaluation, prefix: str) -> Evaluation:
-    """Put another prefix in the place of eval/."""
+    """Replace the prefix eval/ by another one."""
     if prefix == "eval":
         return result
     values, intervals = (
@@ -153,16 +153,16 @@ if TYPE_CHECKING:  # an extra
 
 @dataclass(frozen=True)
 class Made:
-    """The policy of a run and what belongs to it.
+    """The policy of a run, with its tokenizer and plan.
 
     Attributes:
         policy: The policy.
         tokenizer: Its tokenizer.
-        plan: The plan of the run's memory, or None where there can be none.
-        digest: The digest of the weights before any adapters, where a resumed run needs the very same; else None.
-        parallel: How the ranks share the run, ddp or fsdp2.
-        why: Why, as a text for people.
-        wrapper: Peft's view of the model, where it has adapters; else None.
+        plan: The plan of the run's memory, or None if it cannot be planned.
+        digest: The digest of the weights without adapters, if a resumed run needs the same weights; else None.
+        parallel: ddp or fsdp2.
+        why: The reason for `parallel`, for the log.
+        wrapper: peft's `PeftModel` if there are adapters; else None.
     """
 
     policy: Policy
@@ -182,14 +182,14 @@ def make_policy(
     wrapper: "PeftModel | None" = None,
     rewards: Rewards | None = None,
 ) -> Made:
-    """Make the policy of a run: plan its memory, load it, add adapters, and shard it over the ranks if so chosen.
+    """Create the policy of a run: plan its memory, load it, add adapters, and shard it with fsdp2.
 
-    All ranks begin with the same weights. On a CPU the process keeps the memory that its steps free.
+    All ranks begin with the same weights. On a CPU, freed memory is kept for the next step.
     """
     if args.parallel.startswith("fsdp2") and ranks.group is None:
         raise ValueError(
-            f"parallel={args.parallel} shards a run over several processes, and there is only one; start it by "
-            "torchrun --nproc_per_node N -m fastgrpo.train ..., or leave parallel out"
+            f"parallel={args.parallel} needs several processes, and there is only one; start the run with torchrun "
+            "--nproc_per_node N -m fastgrpo.train ..., or omit parallel"
         )
     plan = plan_run(args, model, ranks=ranks, rewards=rewards)
     if plan:
@@ -198,13 +198,13 @@ def make_policy(
     if parallel == "fsdp2":
         check_torch()
     checkpointing = plan.checkpointing if plan else args.gradient_checkpointing is not False
-    chosen = dataclasses.replace(args, gradient_checkpointing=checkpointing)  # auto has become one of the two
+    chosen = dataclasses.replace(args, gradient_checkpointing=checkpointing)  # auto is resolved
     policy, tokenizer = policy_and_tokenizer(model, tokenizer, chosen)
     if policy.device.type == "cpu":
         keep_freed_memory()
     if isinstance(model, PreTrainedModel):
         ranks.share([*policy.parameters(), *policy.module.buffers()], "the weights of the model")
-    # A resumed run makes the frozen reference, or the weights below the adapters, from the model that it is given.
+    # A resumed run takes the frozen reference, or the weights below the adapters, from the given model.
     needed = args.keeps_first_weights or ranks.size > 1
     digest = digest_of_weights(base_weights(policy.module)) if needed else None
     refuse_differences(ranks, weights_of_the_model=digest)
@@ -230,19 +230,19 @@ def make_policy(
     return Made(policy, tokenizer, plan, digest if args.keeps_first_weights else None, parallel, why, wrapper)
 
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of <malloc.h>
-VARIABLES = "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"  # of the environment, `man mallopt`
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from <malloc.h>
+VARIABLES = "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"  # environment, see `man mallopt`
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc's malloc keep what this process frees, unless the environment says how it is to behave.
+    """Let glibc's malloc keep freed memory, unless the environment configures malloc. Return whether it was set.
 
-    A step on a CPU allocates its activations anew and frees them in its backward pass. glibc would give memory of this
-    size back at once, so that the kernel has to zero and map the same pages in every step.
+    A step on a CPU allocates its activations and frees them in its backward pass. By default glibc returns memory of
+    this size to the kernel, which then has to zero and map the same pages in every step.
     """
     chosen = any(name in os.environ for name in VARIABLES) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
     if chosen or not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # Large blocks come from the heap, in place of a mapping of their own, and the heap does not shrink.
+    # Allocate large blocks on the heap instead of by mmap, and do not shrink the heap.
     return mallopt is not None and bool(mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, -1))

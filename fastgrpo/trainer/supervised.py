@@ -2,8 +2,7 @@
 
     L = -(1 / T) sum over the T completion tokens of an update of log pi(token)
 
-This is the policy gradient with a weight of 1 for every token: its gradient is that of GRPO's loss at an advantage of
-1, a ratio of 1, and DAPO's normalization.
+Its gradient equals GRPO's at an advantage of 1 and a ratio of 1, with DAPO's normalization.
 """
 
 import math
@@ -37,16 +36,16 @@ class SFTTrainer(GRPOTrainer):
 
     Args:
         model: A folder, hub id or GGUF file, or a transformers causal LM, which is trained in place.
-        args: The settings; None for the defaults.
-        train_dataset: Rows with a `prompt` and a `completion`, or with `messages`, or a `Source` of them that is no
-            Curriculum. All rows are checked here.
-        eval_dataset: Held-out rows, or None for no evaluation. Their loss is measured where they have completions or
-            messages, and their prompts are completed and judged where there are reward functions.
-        processing_class: The tokenizer; None loads the model's.
-        reward_funcs: Reward functions for the evaluation, as `GRPOTrainer` takes them; none by default.
+        args: The settings, or None for the defaults.
+        train_dataset: Rows with a `prompt` and a `completion`, or with `messages`, or a `Source` of them (not a
+            Curriculum). All rows are validated here.
+        eval_dataset: Held-out rows, or None for no evaluation. If they have completions or messages, their loss is
+            measured. If there are reward functions, their prompts are completed and judged.
+        processing_class: The tokenizer, or None for the model's.
+        reward_funcs: Reward functions for the evaluation, as in `GRPOTrainer`, or None.
 
     Raises:
-        ValueError: An argument or a setting cannot be used; the message names it and the remedy.
+        ValueError: An argument or a setting is invalid. The message names it and the fix.
     """
 
     config_class, title = SFTConfig, "SFT"
@@ -72,8 +71,8 @@ class SFTTrainer(GRPOTrainer):
     def _make_rewards(self, reward_funcs, tokenizers):
         if isinstance(self.source, Curriculum):
             raise ValueError(
-                "train_dataset is a Curriculum, whose levels end at an accuracy in training, and supervised training "
-                "measures none; pass its rows"
+                "train_dataset is a Curriculum, which needs the accuracy of training steps, and supervised training "
+                "has none; pass its rows"
             )
         given = callable(reward_funcs) or reward_funcs
         return Rewards(reward_funcs, **rewards_settings(self.args)) if given else None
@@ -86,10 +85,10 @@ class SFTTrainer(GRPOTrainer):
         if self.rewards is not None:
             self._check_prompts(train_rows.head(0))
         else:
-            self.unmeasured = "no held-out completions and no reward functions: nothing is measured on held-out rows"
+            self.unmeasured = "no held-out completions and no reward functions: the evaluation measures nothing"
 
     def _examples(self, rows):
-        """Return the completions of held-out rows; none where no row has any."""
+        """Return the examples in held-out rows, which may be none."""
         return list(self._read(rows)) if any(map(is_example, rows)) else []
 
     def _read(self, rows):
@@ -97,7 +96,7 @@ class SFTTrainer(GRPOTrainer):
         return examples_of(rows, *how)
 
     def _prepare(self):
-        """Make nothing: there is neither a reference nor a collector."""
+        """Create nothing: there is no reference and no collector."""
 
     def _advice(self):
         return []
@@ -106,7 +105,7 @@ class SFTTrainer(GRPOTrainer):
         return {}
 
     def collect(self) -> tuple[list[Sample], dict[str, float]]:
-        """Take the samples of a step from the rows."""
+        """Tokenize the rows of a step."""
         rows = self.source.take(self.args.batch_size)
         how = self.tokenizer, self.stops, self.args.template_kwargs
         samples = [sample for row in rows for sample in to_examples(row, *how)]
@@ -114,7 +113,7 @@ class SFTTrainer(GRPOTrainer):
         return samples, {}
 
     def update(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
-        """Learn the collected samples."""
+        """Train on the collected samples."""
         learning_rate = self.learner.learning_rate
         loss, norm = learn(self.policy, self.learner, samples)
         norm = norm.item()
@@ -125,10 +124,10 @@ class SFTTrainer(GRPOTrainer):
         return samples, values
 
     def _log_samples(self, step, samples):
-        """Write no samples: what is learned is in the training data."""
+        """Write no samples: they are in the training data."""
 
     def _measure(self, rows, prefix):
-        """Measure the loss of held-out completions and the accuracy on held-out prompts, as far as there are any."""
+        """Measure the loss of held-out completions, if any, and the accuracy if there are reward functions."""
         values, examples = {}, self.examples[id(rows)] if id(rows) in self.examples else self._examples(rows)
         if examples:
             values[f"{prefix}/loss"] = loss = mean_loss(self.policy, examples, self.learner.dealer)
@@ -140,15 +139,15 @@ class SFTTrainer(GRPOTrainer):
         return values
 
 
-MAX_TOKENS = 16384  # largest number of tokens of a micro-batch of a warm start
+MAX_TOKENS = 16384  # maximum tokens of a micro-batch in a warm start
 
 
 def learn(policy: Policy, learner: Learner, samples: Sequence[Sample]) -> tuple[float, torch.Tensor]:
-    """Make one update on some samples.
+    """Run one update.
 
     Returns:
         The mean negative log-likelihood of the completion tokens before the update, in nats; and the gradient norm
-        before clipping, NaN where the update was skipped.
+        before clipping, NaN if the update was skipped.
     """
     tokens = sum(len(sample.ids) for sample in samples)
 
@@ -164,7 +163,7 @@ def learn(policy: Policy, learner: Learner, samples: Sequence[Sample]) -> tuple[
 
 @torch.no_grad()
 def mean_loss(policy: Policy, samples: Sequence[Sample], dealer: Dealer) -> float:
-    """Measure the loss on samples that are not learned."""
+    """Measure the loss without training."""
     shares = dealer.shares(samples)
     mine, passes = [samples[i] for i in shares[dealer.ranks.rank]], dealer.agreed(samples, shares)
     dealer.meet("the passes of the held-out loss")
@@ -185,7 +184,7 @@ def sft(
     max_grad_norm: float = 1.0,
     on_step: Callable[[int, float], bool | None] | None = None,
 ) -> None:
-    """Warm-start a policy: learn examples, with a linear decay of the learning rate to zero."""
+    """Warm-start a policy on examples, with a linear decay of the learning rate to zero."""
     if not examples:
         raise ValueError("sft needs at least one example")
     optimizer = MasterAdamW(policy.module, learning_rate=learning_rate)
@@ -199,6 +198,6 @@ def sft(
         loss, norm = learn(policy, learner, [examples[i] for i in chosen])
         norms = [*norms, norm][-MAX_SKIPPED:]
         if step % MAX_SKIPPED == 0 and torch.stack(norms).isnan().all():
-            raise ValueError(f"{MAX_SKIPPED} updates in a row were not finite, and were skipped; lower learning_rate")
+            raise ValueError(f"{MAX_SKIPPED} updates in a row were not finite and were skipped; lower learning_rate")
         if on_step is not None and on_step(step, loss):
             return

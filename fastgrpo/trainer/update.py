@@ -2,9 +2,8 @@
 
     collected samples -> token weights -> reference and old log-probs -> selection -> loss -> AdamW
 
-Each token has a weight in the loss of the whole update (`Sample.weights`), which is computed before any sample is
-dropped. So the result does not depend on how the update is split into micro-batches, nor on whether samples that teach
-nothing are computed.
+Each token has a weight in the loss of the whole update (`Sample.weights`), computed before any sample is dropped. So
+the result depends neither on the split into micro-batches, nor on whether samples without gradient are dropped.
 
 Shapes: T tokens of a completion.
 """
@@ -30,17 +29,17 @@ from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.run.profiling import StageTimer, update_flops
 from fastgrpo.trainer.optim import MasterAdamW
 
-EXTREMES = {"min": min, "max": max}  # metrics whose last part has one of these names are not averaged
-LARGEST = ("rollout/logp_gap_max", "head/dropped_mass")  # metrics of which the largest value counts, too
+EXTREMES = {"min": min, "max": max}  # metrics that end in one of these names are not averaged
+LARGEST = ("rollout/logp_gap_max", "head/dropped_mass")  # further metrics that are reduced by their maximum
 SUMMED = ("policy_loss", "active_tokens")
 
 
 class Learner:
     """Feeds samples to a loss in micro-batches of a token budget, and steps the optimizer.
 
-    The loss of a micro-batch must be a sum of terms weighted over the whole update (`Sample.weights`); then loss and
-    gradient do not depend on how the update was split into micro-batches and over ranks. Gradients are summed over the
-    ranks once, after the last micro-batch.
+    The loss of a micro-batch must be a sum of terms weighted over the whole update (`Sample.weights`). So loss and
+    gradient do not depend on the split into micro-batches and over ranks. Gradients are summed over the ranks once,
+    after the last micro-batch.
     """
 
     def __init__(
@@ -74,9 +73,9 @@ class Learner:
         """Update once.
 
         Returns:
-            The gradient norm before clipping and the loss, scalar tensors, on every rank the same. The norm is 0 and
-            the loss None without samples; the norm is NaN where loss or gradient are not finite. In both cases the
-            weights stay as they are, and only the schedule advances.
+            The gradient norm before clipping and the loss, scalar tensors, equal on all ranks. Without samples, the
+            norm is 0 and the loss None. If loss or gradient are not finite, the norm is NaN. In both cases the weights
+            do not change, and only the schedule advances.
         """
         total, device, share_prompt = None, self.policy.device, self.dealer.share_prompt
         with self.ranks.waiting("an update"):
@@ -99,8 +98,8 @@ class Learner:
 class AdaptiveEntropy:
     """Adaptive control of the entropy bonus (Skywork-OR1, arXiv 2505.22312, section 3.2.3).
 
-    The coefficient `coef` rises by a fixed step after every update that measured an entropy at or below the target, and
-    falls by it after the others. It is applied only while the last update measured at most the target.
+    The coefficient `coef` increases by a fixed step after each update with an entropy at or below the target, and
+    decreases after the others. It is applied only if the entropy of the last update was at or below the target.
     """
 
     def __init__(self, args: GRPOConfig):
@@ -110,11 +109,11 @@ class AdaptiveEntropy:
 
     @property
     def applied(self) -> float:
-        """The coefficient of the next update: 0 where the last one measured more than the target, or none has."""
+        """The coefficient of the next update: 0 before the first update, and while the entropy exceeds the target."""
         return self.coef if self._entropy is not None and self._entropy <= self._target else 0.0
 
     def observe(self, entropy: float) -> None:
-        """Move the coefficient after an update."""
+        """Adapt the coefficient after an update."""
         if not math.isfinite(entropy):
             return
         if entropy <= self._target:
@@ -124,7 +123,7 @@ class AdaptiveEntropy:
         self._entropy = entropy
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the coefficient and the entropy of the last update, as JSON can hold them."""
+        """Return the coefficient and the entropy of the last update."""
         return {"coef": self.coef, "entropy": self._entropy}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -133,13 +132,13 @@ class AdaptiveEntropy:
 
 
 class Meter:
-    """Gathers what the micro-batches of a step's updates measure."""
+    """Collects the metrics of the micro-batches of a step's updates."""
 
     def __init__(self):
-        self.entries = defaultdict(list)  # name -> (index of the update, what a micro-batch measured)
+        self.entries = defaultdict(list)  # name -> (index of the update, value of a micro-batch)
 
     def add(self, out: GRPOLossOutput, batch: Batch, update: int) -> None:
-        """Note what one micro-batch measured; means are weighted by its active tokens."""
+        """Add the metrics of one micro-batch. Means are weighted by its active tokens."""
         tokens = out.metrics["active_tokens"]
         measured = {"loss": out.loss.detach()}
         for name, value in out.metrics.items():
@@ -152,7 +151,7 @@ class Meter:
             self.entries[name].append((update, value))
 
     def values(self, norms: list[float], ranks: Ranks = ALONE) -> dict[str, float]:
-        """Reduce what was measured, over the updates that were not skipped and over the ranks."""
+        """Reduce the metrics over the ranks and over the updates that were not skipped."""
         taken = [math.isfinite(norm) for norm in norms]
         parts = defaultdict(list)
         mine = {name: self._of(entries, taken) for name, entries in self.entries.items()}
@@ -163,7 +162,7 @@ class Meter:
         if not any(taken):
             return values
         values["grad_norm"] = sum(norm for norm in norms if math.isfinite(norm)) / sum(taken)
-        if not parts.get("loss"):  # no group had spread: nothing was computed, nothing moved
+        if not parts.get("loss"):  # every group has equal rewards, so no update was computed
             return values | {"loss": 0.0, "policy_loss": 0.0}
         tokens, first = sum(parts.pop("active_tokens")), sum(parts.pop("first_tokens", []))
         per = {"loss": sum(taken), "policy_loss": sum(taken), "rollout/logp_gap": max(first, 1)}
@@ -178,7 +177,7 @@ class Meter:
         return values
 
     def mean(self, name: str, update: int, ranks: Ranks = ALONE) -> float:
-        """Average a metric over the active tokens of one update, whether it was skipped or not."""
+        """Average a metric over the active tokens of one update, skipped or not."""
         mine = [
             math.fsum(value.item() for of_update, value in self.entries.get(key, ()) if of_update == update)
             for key in (name, "active_tokens")
@@ -188,17 +187,17 @@ class Meter:
 
     @staticmethod
     def _of(entries, taken):
-        """Copy the values of the updates that were not skipped to the host."""
+        """Return the values of the updates that were not skipped, on the host."""
         values = torch.stack([value for _, value in entries]).double().tolist()
         return [value for (update, _), value in zip(entries, values, strict=True) if taken[update]]
 
 
 class Selection:
-    """Selects tokens that keep their surrogate: those of high entropy, and of completions not too far off-policy.
+    """Selects the tokens that keep their surrogate: tokens of high entropy, in completions that are near on-policy.
 
-    A token without its surrogate has an advantage of 0; the KL to the reference stays, and so does its share in the
-    weights of the loss and in the ratio of its sequence. Both choices look at the policy as it is before an update, so
-    a forward pass over the samples of the update precedes it.
+    A token without surrogate has an advantage of 0. It keeps its KL to the reference, its weight in the aggregation,
+    and its part in the ratio of its sequence. Both criteria use the policy before the update, so a forward pass over
+    the samples precedes it.
     """
 
     def __init__(
@@ -213,7 +212,7 @@ class Selection:
         self.policy, self.learner, self.scoring = policy, learner, scoring
         self.dealer, self.ranks = learner.dealer, learner.ranks
         self.quantile, self.threshold = top_entropy_quantile, off_policy_mask_threshold
-        self.by_entropy = top_entropy_quantile < 1  # whether tokens of low entropy are left out
+        self.by_entropy = top_entropy_quantile < 1  # whether tokens of low entropy lose their surrogate
 
     def __call__(
         self, samples: Sequence[Sample], teaching: Sequence[int], others: Sequence[int], first: bool
@@ -221,14 +220,14 @@ class Selection:
         """Select the tokens of one update.
 
         Returns:
-            The samples of this rank with their selection, by their index; and the mean entropy in nats, over all ranks,
-            of the tokens that were selected by their entropy, or None.
+            The samples of this rank with their selection, by index; and the mean entropy in nats of the tokens selected
+            by entropy, over all ranks, or None.
         """
         off_policy = self.threshold is not None and (not first or any(s.sampler_logps is not None for s in samples))
         if not (self.by_entropy or off_policy):
             return {}, None
         others = others if self.by_entropy else ()
-        # The samples that the update computes lie on the ranks that will compute them, and know their log-probs there.
+        # Samples of the update are scored on the ranks that will compute them, so that no log-probs are exchanged.
         shares = [a + b for a, b in zip(self._dealt(samples, teaching), self._dealt(samples, others), strict=True)]
         mine, passes = shares[self.ranks.rank], self.dealer.agreed(samples, shares)
         compute = Policy.logps_and_entropy if self.by_entropy else Policy.logps
@@ -237,7 +236,7 @@ class Selection:
             self.dealer.meet("the passes")
             scored = score(self.policy, bare, self.scoring, passes, compute)
         values = dict(zip(mine, scored, strict=True))
-        entropy, made = None, {i: {} for i in teaching if i in values}  # what is new in each sample of this rank
+        entropy, made = None, {i: {} for i in teaching if i in values}  # new fields of each sample of this rank
         if self.by_entropy:
             lowest, entropy, count = self._threshold([both[1] for both in values.values()])
             for i, new in made.items():
@@ -253,7 +252,7 @@ class Selection:
         return [[indices[at] for at in share] for share in self.dealer.shares([samples[i] for i in indices])]
 
     def _threshold(self, entropies):
-        """Find the entropy from which on tokens are kept."""
+        """Return the entropy threshold, and the mean entropy and number of the tokens at or above it."""
         mine = torch.cat([torch.zeros(0), *(of_sample.cpu() for of_sample in entropies)])
         every = torch.cat(self.ranks.gather(mine, "the entropies of an update"))
         if not len(every):  # all samples of the update are masked
@@ -263,9 +262,9 @@ class Selection:
         return lowest, kept.double().mean().item(), len(kept)
 
     def _near(self, sample, logps):
-        """Tell whether a completion keeps its surrogate: its advantage is not negative, or the policy is still near.
+        """Return 1 if a completion keeps its surrogate (advantage at least 0, or near on-policy), else 0.
 
-        A token whose log-prob the sampler did not report takes no part.
+        Tokens without a sampler's log-prob count as unchanged.
         """
         drawn = sample.old_logps if sample.sampler_logps is None else sample.sampler_logps
         gap = (drawn.to(logps.device) - logps).nan_to_num(nan=0.0).mean()  # old - new: an estimate of KL(old || new)
@@ -273,7 +272,7 @@ class Selection:
 
 
 def quantile(values: torch.Tensor, share: float) -> float:
-    """Compute a quantile, interpolated between its two neighbours; torch.quantile refuses more than 2^24 values."""
+    """Compute a quantile by linear interpolation; torch.quantile is limited to 2^24 values."""
     place = share * (len(values) - 1)
     at = math.floor(place)
     ordered = values.sort().values
@@ -314,12 +313,11 @@ class GRPOUpdate:
     def __call__(
         self, groups: Sequence[Sequence[Sample]], with_entropy: bool = True
     ) -> tuple[list[Sample], dict[str, float]]:
-        """Make all updates of one rollout.
+        """Run all updates of one rollout.
 
         Returns:
-            The samples in their order, with their weights, and with the ratios of their tokens and which of them the
-            last update clipped; and the metrics. All of these but skipped_updates and learning_rate leave skipped
-            updates out.
+            The samples in order, with weights, ratios and clipped tokens of the last update; and the metrics. All
+            metrics except skipped_updates and learning_rate exclude skipped updates.
         """
         samples = list(chain.from_iterable(groups))
         if not self.corrects_sampler:
@@ -337,7 +335,7 @@ class GRPOUpdate:
         meter, norms = Meter(), []
         for _ in range(self.num_iterations):
             for whole, minibatch in zip(minibatches, kept, strict=True):
-                logps = {}  # of each sample, by its index in the minibatch
+                logps = {}  # by the index of the sample in the minibatch
                 teaching = {*minibatch}
                 others = [i for i in whole if i not in teaching and not samples[i].masked]
                 selected, entropy = self.selection(samples, minibatch, others, first=not norms)
@@ -365,7 +363,7 @@ class GRPOUpdate:
         if self.entropy is not None:
             metrics["entropy_coef"] = self.entropy.coef
         if self.objective.beta == 0:
-            metrics.pop("kl", None)  # there is no reference to measure it against
+            metrics.pop("kl", None)  # there is no reference
         return samples, metrics
 
     def token_weights(self, minibatch: Sequence[Sample], step_tokens: float) -> tuple[torch.Tensor, ...]:
@@ -382,18 +380,18 @@ class GRPOUpdate:
         return weights.split(counts.tolist())
 
     def teaches(self, sample: Sample) -> bool:
-        """Tell whether a sample is computed. Without KL and entropy bonus, it is not if its advantages are 0."""
+        """Return whether a sample has a gradient. Without KL and entropy bonus, it has none if its advantages are 0."""
         regularized = self.objective.beta != 0 or self.objective.entropy_coef != 0 or self.entropy is not None
         return not sample.masked and (regularized or sample.informative)
 
     def _score(self, samples, kept):
-        """Compute reference log-probs of the kept samples, and old log-probs of those after the first minibatch.
+        """Compute reference log-probs of the kept samples, and old log-probs of all minibatches but the first.
 
-        The first minibatch is computed with the policy that drew it: its ratio is 1, and its loss returns log-probs.
-        The KL of the full distributions takes hidden states in place of reference log-probs, see `_reference_states`.
+        The first minibatch is on-policy: its ratio is 1, and its loss returns the log-probs. The KL of the full
+        distributions uses hidden states instead of reference log-probs, see `_reference_states`.
         """
         metrics, dealt = {}, [self.dealer.shares([samples[i] for i in minibatch]) for minibatch in kept]
-        # The samples of each rank in the minibatches, which are dealt here as they will be in the updates.
+        # The samples of each rank by minibatch, distributed as in the updates.
         by_rank = [
             [[minibatch[at] for at in shares[rank]] for minibatch, shares in zip(kept, dealt, strict=True)]
             for rank in range(self.ranks.size)
@@ -417,7 +415,7 @@ class GRPOUpdate:
         return metrics
 
     def _of_rank(self, samples, shares):
-        """Return the indices of this rank's samples, and how many passes all ranks make in lockstep."""
+        """Return the indices of this rank's samples, and the number of passes that all ranks run in lockstep."""
         return shares[self.ranks.rank], self.dealer.agreed(samples, shares)
 
     def loss(self, batch: Batch, step_tokens: float, with_entropy: bool) -> GRPOLossOutput:
@@ -436,7 +434,7 @@ class GRPOUpdate:
                 batch.targets,
                 batch.advantages,
                 cu_seqlens=batch.cu_seqlens,
-                rows=torch.arange(len(batch.targets)),  # all of them: samples that do not teach are no longer here
+                rows=torch.arange(len(batch.targets)),  # all: samples without gradient are already dropped
                 old_logps=batch.old_logps,
                 ref_logps=batch.ref_logps,
                 sampler_logps=batch.sampler_logps,
@@ -453,16 +451,16 @@ class GRPOUpdate:
             )
 
     def idle_loss(self) -> torch.Tensor:
-        """Compute the loss of 0 of a rank that has no samples for a pass of all ranks."""
+        """Compute a loss of 0, for a rank without samples in a pass of all ranks."""
         if self.objective.full_kl:
             self.reference.idle()
         return self.policy.idle_loss()
 
     def _reference_states(self, batch):
-        """Compute the arguments of the loss for the KL of the full distributions; there are none for another KL.
+        """Compute the arguments of the loss for the KL of the full distributions; empty for another KL.
 
-        They are computed for each micro-batch of each pass, and not kept with the samples: the states of a whole
-        rollout would take T D numbers a sample, which is more than the rest of the samples by the factor D.
+        They are computed for each micro-batch of each pass, and not stored with the samples: the hidden states take D
+        times the memory of any other field of a sample.
         """
         if not self.objective.full_kl:
             return {}
@@ -471,9 +469,9 @@ class GRPOUpdate:
         return {"ref_hidden": states, "ref_weight": weight, "ref_bias": bias}
 
     def _after_update(self, sample, logps):
-        """Return a sample with what the next update needs, and with the ratios of its tokens that this update saw.
+        """Return a sample with old log-probs for later passes, or with the ratios of this update.
 
-        The log-probs of the first update are the old log-probs of later passes, if there are any.
+        The log-probs of the first update become the old log-probs of later passes.
         """
         if sample.old_logps is None:
             return dataclasses.replace(sample, old_logps=logps) if self.num_iterations > 1 else sample
@@ -483,7 +481,7 @@ class GRPOUpdate:
     def ratios(self, sample: Sample, logps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the ratio of each token [T], and whether it is clipped: beyond the bound on its advantage's side.
 
-        Both stay on the policy's device, so that nothing waits for them.
+        Both stay on the policy's device, to avoid a sync.
         """
         low, high = self.objective.ratio_bounds
         log_ratio = logps - sample.old_logps.to(logps.device)

@@ -38,7 +38,7 @@ def test_a_chat_template_gets_its_keyword_arguments():
     assert chat.decode(example.prompt_ids) == "[calm]<user>one\n<assistant>"
     assert chat.decode(example.ids, skip_special_tokens=True) == "two\n"
     for read, row in ((to_prompt, {"prompt": [QUESTION]}), (to_examples, {"messages": [QUESTION, ANSWER]})):
-        with pytest.raises(ValueError, match=r"the tokenizer's chat template refuses the prompt .*no mood"):
+        with pytest.raises(ValueError, match=r"the tokenizer's chat template fails on the prompt .*no mood"):
             read(row, chat)
 
 
@@ -100,14 +100,14 @@ TEMPLATES = {
 def test_templates_and_tokenizers_may_fail_in_any_way(monkeypatch):
     chat = tiny.tokenizer(chat=True)
     for chat.chat_template, error in TEMPLATES.items():
-        with pytest.raises(ValueError, match=f"chat template refuses the prompt 'hi': {error}"):
+        with pytest.raises(ValueError, match=f"chat template fails on the prompt 'hi': {error}"):
             to_prompt(user("hi"), chat)
 
     def fail(*args, **kwargs):
         raise KeyError("unk")
 
     monkeypatch.setattr(type(chat), "__call__", fail)
-    with pytest.raises(ValueError, match="the tokenizer refuses the prompt 'hi': KeyError"):
+    with pytest.raises(ValueError, match="the tokenizer fails on the prompt 'hi': KeyError"):
         to_prompt({"prompt": "hi"}, chat)
 
 
@@ -168,5 +168,5 @@ def test_what_is_learned_ends_where_a_rollout_stops():
 def test_a_template_that_rewrites_the_conversation_is_refused():
     tokenizer = tiny.tokenizer(chat=True)
     tokenizer.chat_template = "{% for m in messages %}{{ messages | length }}{{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match="cannot be told apart; give them as text"):
+    with pytest.raises(ValueError, match="cannot be separated; pass them as strings"):
         to_examples({"messages": [QUESTION, ANSWER]}, tokenizer)

@@ -129,7 +129,7 @@ def test_sequences_are_accepted(data):
 @pytest.mark.parametrize("data", [Stream(), datasets.IterableDataset.from_generator(lambda: iter(Stream()))])
 def test_a_stream_is_read_as_far_as_it_is_needed(data):
     assert list(as_rows(data, "train_dataset", 5)) == [*DATA, *DATA[:2]]
-    with pytest.raises(ValueError, match=r"eval_dataset is of type \w+; it may have no end, so pass max_eval_samples"):
+    with pytest.raises(ValueError, match=r"eval_dataset is of type \w+; it may be infinite, so pass max_eval_samples"):
         as_rows(data, "eval_dataset", None, "max_eval_samples")
 
 

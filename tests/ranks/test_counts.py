@@ -26,7 +26,7 @@ def counts(tmp_path_factory):
     codes, (lead, other) = forked("counted_ranks.py", folder, model, json.dumps(CASES), limit=3 * LIMIT)("counted")
     assert codes == [0, 0], lead + other
     for case in CASES.values():
-        assert f"2 processes share the run by {case['parallel'].partition('_')[0]} (as parallel says)" in lead
+        assert f"2 processes use {case['parallel'].partition('_')[0]} (set by parallel)" in lead
     assert "share the run" not in other
     return json.loads((folder / "counts.json").read_text())
 

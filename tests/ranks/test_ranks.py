@@ -226,8 +226,8 @@ def test_a_process_alone_needs_no_launcher_and_some_commands_refuse_one(seen):
         (8, 0, "cuda:5", 1, 5),
         (8, 0, "cuda:9", 1, 0),  # loading the model refuses it
         (8, 1, "cuda:1", 8, "device='cuda:1' names one GPU"),
-        (8, None, "cuda", 8, "rank 3 sees 8 GPUs, and LOCAL_RANK"),
-        (2, 3, "auto", 8, "rank 3 is number 3 of its machine, which has 2 GPUs"),
+        (8, None, "cuda", 8, "rank 3 sees 8 GPUs, but LOCAL_RANK"),
+        (2, 3, "auto", 8, "rank 3 has local rank 3, but its machine has 2 GPUs"),
     ],
 )
 def test_each_rank_gets_a_gpu_of_its_own_or_an_error(seen, count, local_rank, device, size, gpu):
@@ -249,7 +249,7 @@ def test_two_ranks_cannot_have_one_gpu():
 
 def test_the_process_group_of_a_script_must_send_what_lies_where_the_ranks_compute():
     check_group(["cpu", "cuda"], "cuda")
-    with pytest.raises(ValueError, match="sends tensors on cuda, and the ranks compute on cpu"):
+    with pytest.raises(ValueError, match="supports tensors on cuda, but the ranks compute on cpu"):
         check_group(["cuda"], "cpu")
 
 

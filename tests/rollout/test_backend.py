@@ -122,7 +122,7 @@ def test_rejects_requests_that_cannot_be_in_flight_together(backend):
     with pytest.raises(ValueError, match="request 7 is in flight"):
         rollouts.add_request(PROMPTS[0], 2, sampling, request_id=7)
     for other in ({"temperature": 0.5}, {"repetition_penalty": 1.2}, {"top_k": 3}, {"stop_token_ids": [1]}):
-        with pytest.raises(ValueError, match="share temperature"):
+        with pytest.raises(ValueError, match="must have the same temperature"):
             rollouts.add_request(PROMPTS[1], 2, SamplingParams(max_tokens=5, **other))
     with pytest.raises(ValueError, match="idle"):
         rollouts.generate(PROMPTS)

@@ -40,7 +40,7 @@ def test_prompts_with_one_completion_need_no_more_slots_than_lanes():
     assert fit(REQUESTS, 12, 10, 2**30, flat=False) == Geometry(12, 50, 6, 112, 4, False)
 
 
-@pytest.mark.parametrize("left, remedy", [(2**30, "raise rollout_memory_utilization"), (2**28, "let the model")])
+@pytest.mark.parametrize("left, remedy", [(2**30, "raise rollout_memory_utilization"), (2**28, "reduce the memory")])
 def test_a_group_that_does_not_fit_names_the_remedy(left, remedy):
     with pytest.raises(ValueError, match=f"num_generations .*or {remedy}"):
         fit([(512, [4096] * 8)], 256, 12_288, 2**28, flat=False, left=left)

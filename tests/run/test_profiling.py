@@ -96,7 +96,7 @@ def test_profile_writes_a_trace_and_a_table(tmp_path, capsys, without_curves):
 
 
 def test_profiling_needs_its_steps(tmp_path):
-    with pytest.raises(ValueError, match="profile=3 needs a run of at least 8 steps"):
+    with pytest.raises(ValueError, match="profile=3 needs at least 8 steps"):
         make_trainer(tmp_path, max_steps=7, profile=3)
 
 

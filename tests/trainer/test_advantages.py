@@ -73,7 +73,7 @@ def test_groups_of_steps_are_standardized_apart_and_batches_together():
 
 @pytest.mark.parametrize("ends", [[0], [2, 2], [3, 1], [5]])
 def test_ends_that_are_no_ends_are_refused(ends):
-    with pytest.raises(ValueError, match=r"must rise from 1 to at most 4 tokens, got .* of sample 1"):
+    with pytest.raises(ValueError, match=r"must increase from 1 to at most 4, got .* of sample 1"):
         process_advantages([[], [(end, 1.0) for end in ends]], [4, 4], 2)
 
 

@@ -120,7 +120,7 @@ def test_callbacks_are_added_popped_and_removed(tmp_path, caplog):
     assert isinstance(trainer.pop_callback(ProgressCallback), ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     assert trainer.callbacks.handler.callbacks == [] and trainer.pop_callback(Recorder) is None
-    with pytest.raises(ValueError, match=r"callbacks: list is no transformers.TrainerCallback"):
+    with pytest.raises(ValueError, match=r"callbacks: list is not a transformers.TrainerCallback"):
         trainer.add_callback([])
     with caplog.at_level(logging.WARNING):
         trainer.add_callback(type("Substeps", (TrainerCallback,), {"on_substep_end": lambda *_, **__: None}))

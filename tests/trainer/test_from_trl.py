@@ -136,9 +136,9 @@ def test_evaluations_of_several_data_sets(tmp_path):
 @pytest.mark.parametrize(
     "given, match",
     [
-        ({"tools": [length]}, "tools is not in fastgrpo yet"),
+        ({"tools": [length]}, "tools is not supported yet"),
         ({"peft_config": peft.LoraConfig(lora_dropout=0.1)}, "peft_config: lora_dropout=0.1"),
-        ({"peft_config": peft.LoraConfig(), "use_peft": True}, "both ask for adapters"),
+        ({"peft_config": peft.LoraConfig(), "use_peft": True}, "both add adapters"),
         ({"rows": {"train": PROMPTS}}, "train_dataset is of type dict"),
         ({"rows": STREAM, "max_steps": -1}, "so pass max_steps"),
         ({"eval_rows": [*PROMPTS, 7]}, "eval_dataset row 4"),
@@ -185,7 +185,7 @@ def test_a_stream_and_a_data_frame_train_and_evaluate(tmp_path):
 )
 def test_sequence_level_with_a_token_sum_is_told_of(loss, level, told):
     warnings = advice(GRPOConfig(loss_type=loss, importance_sampling_level=level))
-    assert any("adds up over tokens" in text for text in warnings) == told
+    assert any("sums over tokens" in text for text in warnings) == told
 
 
 def test_the_arguments_stand_in_trls_order():

@@ -47,5 +47,5 @@ def test_other_weights_on_another_rank_are_refused(tmp_path):
 
 
 def test_one_process_alone_shards_nothing():
-    with pytest.raises(ValueError, match="parallel=fsdp2 shards a run over several processes, and there is only one"):
+    with pytest.raises(ValueError, match="parallel=fsdp2 needs several processes, and there is only one"):
         make_policy(tiny.model(), tiny.tokenizer(), config(parallel="fsdp2"), ALONE)
