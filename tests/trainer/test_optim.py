@@ -63,9 +63,9 @@ def test_the_state_of_other_parameters_is_refused():
     optimizer = MasterAdamW(tiny.model().bfloat16(), learning_rate=1.0)
     state = optimizer.state_dict()
     for other in ({**state, "masters": state["masters"][1:]}, {**state, "adamw": {"param_groups": [], "state": {}}}):
-        with pytest.raises(ValueError, match="is other parameters than the policy's"):
+        with pytest.raises(ValueError, match="belongs to other parameters than the policy's"):
             optimizer.load_state_dict(other)
-    with pytest.raises(ValueError, match="is other parameters than the policy's"):
+    with pytest.raises(ValueError, match="belongs to other parameters than the policy's"):
         optimizer.make_room({"master.other"})
 
 
