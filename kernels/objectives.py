@@ -280,7 +280,7 @@ def token_loss(logp, old, log_ratio, ref, advantage, weight, importance, phi, NA
         The loss; g, without what flows through a given log_ratio, whose part belongs to the whole sequence; that part;
         the weighted surrogate; the KL; and the ratio.
     """
-    moved = tl.zeros_like(logp)
+    moved = logp - logp  # 0, or NaN where logp is not finite: a ratio of 1 must not hide that
     if log_ratio is not None:
         moved = log_ratio
     elif old is not None:
@@ -443,7 +443,7 @@ def policy_loss_fwd(
         (weighted), `kl`, `ratio`, `clipped_low`, `clipped_high`, and with sampler_logps `importance` and `sampler_gap`.
     """
     per_sequence, log_ratio, phi = objective.importance_sampling_level == "sequence", None, None
-    per_token = torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps
+    per_token = logps - (logps if rows.old_logps is None else rows.old_logps)
     if per_sequence:
         log_ratio = sequence_mean(per_token, rows.lengths)
     importance, metrics = importance_weights(logps, rows, objective)

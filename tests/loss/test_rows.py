@@ -71,6 +71,15 @@ def test_nan_in_an_active_row_makes_the_loss_nan(name):
         assert gradients["weight"].isnan().any() and gradients["hidden"][3].isnan().all()
 
 
+@pytest.mark.parametrize("name", [*LOSS_TYPES, "gspo"])
+def test_nan_makes_the_loss_nan_where_the_ratio_is_1(name):
+    """The first update of a rollout has no old log-probs."""
+    case = replace(make_case(masked=0.0), old_logps=None)
+    case.hidden[3] = math.nan
+    output, _ = run(case, linear_grpo_loss, **(LOSS_TYPES | COUPLED)[name])
+    assert output.loss.isnan()
+
+
 # knobs that look at whole sequences
 COUPLED = {
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
