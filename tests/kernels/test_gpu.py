@@ -4,8 +4,6 @@ Options, guarded rows and a sharded head are compared in tests/kernel_checks/tes
 """
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -185,19 +183,3 @@ def test_the_anchor_is_bit_equal_to_the_product(shape):
     linear_exp_fwd(given, anchor_fwd(given), exps)
     different = (exps.gather(1, head.targets[:, None]) != 1).sum().item()
     assert different == 0, f"{different} of {n} anchors are not the product's bits"
-
-
-def test_anomaly_mode_names_a_bad_target():
-    """The assertion on the device ends the CUDA of its process, and so gets a process of its own."""
-    code = """if True:
-        import torch, fastgrpo
-        hidden, weight = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (8, 100))
-        targets = torch.tensor([0, 1, 2, 3, 4, 5, 6, 100], device="cuda")
-        logps = fastgrpo.linear_logprob(hidden, weight, targets)
-        assert logps.isnan().tolist() == [False] * 7 + [True]
-        with torch.autograd.detect_anomaly():
-            fastgrpo.linear_logprob(hidden, weight, targets)
-        torch.cuda.synchronize()
-    """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode != 0 and "targets must be in [0, 100)" in done.stderr + done.stdout, done.stderr[-2000:]

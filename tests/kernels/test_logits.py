@@ -1,12 +1,10 @@
 """The loss of logits that are already there: layouts, low precision, what it overwrites and what it keeps."""
 
-from itertools import accumulate
-
 import pytest
 import torch
 from oracle import padded_case
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.compare import compare
 from fastgrpo import logits_grpo_loss
 from fastgrpo.kernels import head_torch
 
@@ -45,31 +43,23 @@ def test_inplace_writes_the_gradient_over_the_logits_and_refuses_a_second_backwa
         torch.autograd.grad(out.loss, leaf)
 
 
-def memory(call):
-    """(peak, left): bytes that torch's CPU allocator had given out at most, and still has with the result alive."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = call()
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
-    alive = list(accumulate(nbytes for _, _, nbytes in changes))
-    return result, max(alive), alive[-1]
-
-
 @pytest.mark.parametrize("entropy_coef, chunks", [(0.0, 1), (0.1, 2)])
 @pytest.mark.parametrize("inplace", [False, True], ids=["new-gradient", "inplace"])
 def test_memory_is_a_chunk_beside_one_gradient(monkeypatch, inplace, entropy_coef, chunks):
     rows, vocab, size = 256, 4096, 16
     monkeypatch.setattr(head_torch, "chunk_rows", lambda vocab_size: size)
     whole, chunk = rows * vocab * 2, size * vocab * 4
-    logits = torch.randn(rows, vocab).bfloat16().requires_grad_() * 1
-    targets, advantages = torch.randint(vocab, (rows,)), torch.randn(rows)
-    knobs = {"inplace": inplace, "entropy_coef": entropy_coef}
-    out, peak, left = memory(lambda: logits_grpo_loss(logits, targets, advantages, **knobs))
-    assert peak <= 1.2 * chunks * chunk and left <= 0.2 * chunk
-    _, peak, left = memory(lambda: torch.autograd.grad(out.loss, logits))
-    gradient = 0 if inplace else whole
-    # the chunk's gradient is there once more in the logits' dtype, on its way into the whole one
-    assert peak <= gradient + (chunks + 0.7) * chunk and abs(left - gradient) <= 0.2 * chunk
+    leaf, targets, advantages = torch.randn(rows, vocab).bfloat16(), torch.randint(vocab, (rows,)), torch.randn(rows)
+    leaf.requires_grad_()
+
+    def gradient():
+        logits = leaf * 1  # as large as the gradient, which takes its place inplace
+        out = logits_grpo_loss(logits, targets, advantages, inplace=inplace, entropy_coef=entropy_coef)
+        return torch.autograd.grad(out.loss, logits)
+
+    # The chunk's gradient is there once more in the logits' dtype, on its way into the whole one.
+    peak = compare({"gradient": gradient}, 1)["gradient"]["peak_bytes"]
+    assert peak <= (0 if inplace else whole) + (chunks + 0.7) * chunk
 
 
 def test_logits_of_minus_infinity_are_legal():

@@ -34,16 +34,6 @@ def test_softcap_by_hand():
     assert logps.item() == pytest.approx(-math.log(1 + math.exp(2 * math.tanh(1.5))))
 
 
-def test_clip_and_kl_by_hand():
-    """Ratio 3/2 with advantage 2 is clipped to 6/5; d = ln 2 gives k3 = 2 - ln 2 - 1."""
-    loss, metrics = reference.policy_loss(
-        torch.zeros(1), torch.tensor([-math.log(1.5)]), torch.tensor([math.log(2)]), torch.tensor([2.0]), torch.ones(1),
-        Objective(beta=0.1),
-    )  # fmt: skip
-    assert loss.item() == pytest.approx(-2.4 + 0.1 * (1 - math.log(2)))
-    assert metrics["clip_ratio/high_mean"] == 1 and metrics["ratio/mean"].item() == pytest.approx(1.5)
-
-
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [

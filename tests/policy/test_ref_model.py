@@ -9,19 +9,10 @@ import torch
 from runs import lines, make_trainer, samples_of
 
 from fastgrpo.data.records import Batch
+from fastgrpo.policy import ref_model
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.ref_model import (
-    AdaptersOff,
-    FrozenCopy,
-    HostWeights,
-    QuantizedCopy,
-    Scoring,
-    StreamedCopy,
-    make_reference,
-    quantize,
-    score,
-)
+from fastgrpo.policy.ref_model import FrozenCopy, QuantizedCopy, Scoring, StreamedCopy, make_reference, quantize, score
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -58,7 +49,7 @@ def test_which_reference():
     assert make_reference(policy, 0.0) is None
     assert type(make_reference(policy, 0.1)) is FrozenCopy
     assert type(make_reference(policy, 0.1, device="cpu")) is StreamedCopy
-    assert type(make_reference(Policy.of(with_adapters()), 0.1)) is AdaptersOff
+    assert type(make_reference(Policy.of(with_adapters()), 0.1)) is ref_model.AdaptersOff
 
 
 @pytest.mark.parametrize("kind", [FrozenCopy, StreamedCopy])
@@ -89,7 +80,7 @@ def check_states(reference):
 
 @pytest.mark.parametrize(
     "make", [lambda: FrozenCopy(Policy(tiny.model("smollm3-like"))), lambda: StreamedCopy(Policy(tiny.model())),
-             lambda: AdaptersOff(Policy(with_adapters()))], ids=["copy", "streamed", "adapters"],
+             lambda: ref_model.AdaptersOff(Policy(with_adapters()))], ids=["copy", "streamed", "adapters"],
 )  # fmt: skip
 def test_states(make):
     check_states(make())
@@ -170,7 +161,7 @@ def test_a_pass_that_fails_leaves_the_weights_whole():
 def test_weights_side_by_side_keep_their_dtypes():
     values = [torch.randn(3, 5), torch.randn(7).bfloat16(), torch.randn(2, 2).double()]
     parameters = [torch.nn.Parameter(value.clone(), requires_grad=False) for value in values]
-    packed = HostWeights(parameters, pin=False)
+    packed = ref_model.HostWeights(parameters, pin=False)
     buffer = packed.host.clone()
     packed.attach(buffer)
     for parameter, value in zip(parameters, values, strict=True):

@@ -1,6 +1,6 @@
 """A sharded policy computes on K ranks what the plain policy computes in one process; so do its whole copies.
 
-As a script, `python test_shard.py FOLDER SIZE RARE` forks SIZE ranks over gloo on the CPU, which make all checks.
+As a script, `python test_shard.py FOLDER SIZE` forks SIZE ranks over gloo on the CPU, which make the checks.
 """
 
 import functools
@@ -22,17 +22,10 @@ from ranks import LIMIT, fork, forked
 from torch.distributed.tensor import DTensor
 
 from fastgrpo.data.records import Batch, Sample
+from fastgrpo.policy import ref_model
 from fastgrpo.policy.lora import ADAPTER, add_lora
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.ref_model import (
-    AdaptersOff,
-    FrozenCopy,
-    QuantizedCopy,
-    Scoring,
-    StreamedCopy,
-    make_reference,
-    score,
-)
+from fastgrpo.policy.ref_model import AdaptersOff, FrozenCopy, Scoring, StreamedCopy, make_reference, score
 from fastgrpo.policy.shard import shard
 from fastgrpo.ranks import ALONE, join
 from fastgrpo.rollout.engine import RolloutEngine
@@ -40,14 +33,12 @@ from fastgrpo.rollout.hf import HFBackend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.trainer.optim import MasterAdamW
 
-CHECKS = {}  # name -> (function of the ranks, whether it is a rarer one)
+CHECKS, LONG = {}, "gradients_of_every_architecture"  # by name; and the one that takes minutes, on 4 ranks only
 
 
-def check(function=None, *, rare=False):
+def check(function):
     """Register a check, a function that takes the ranks and raises where something is wrong."""
-    if function is None:
-        return functools.partial(check, rare=rare)
-    CHECKS[function.__name__] = function, rare
+    CHECKS[function.__name__] = function
     return function
 
 
@@ -197,22 +188,6 @@ def an_update_that_is_not_finite_on_one_rank(ranks):
 
 
 @check
-def gradients_of_whole_masters(ranks):
-    """As data parallel ranks have them: one exchange, and a rank without samples counts as zeros."""
-    plain, mine = (Policy(model()) for _ in range(2))
-    optimizer = MasterAdamW(mine.module, learning_rate=1e-3, eps=1e-4)
-    total = plain_passes(mine, MICRO_BATCHES[1:2]) if ranks.rank == 0 else None
-    expected = plain_passes(plain, MICRO_BATCHES[1:2])
-    assert abs(optimizer.reduce(ranks, total) - expected) < 1e-6 * abs(expected)
-    assert distance([p.grad for p in trained(mine)], [p.grad for p in trained(plain)]) < 1e-6
-    norms = ranks.gather(optimizer.step(1.0).item(), "norms")
-    assert len(set(norms)) == 1
-    weights = [parameter.detach() for parameter in trained(mine)]
-    ranks.sum(others := [weight.clone() for weight in weights], "weights")
-    assert all(map(torch.equal, others, (ranks.size * weight for weight in weights)))
-
-
-@check
 def bf16_passes_have_fp32_masters(ranks):
     """Gradients of bf16 passes are added up in fp32, as the masters of the plain policy do it."""
     plain, sharded = policies(ranks, dtype=torch.bfloat16, tie_word_embeddings=True)
@@ -235,7 +210,7 @@ def bf16_passes_have_fp32_masters(ranks):
     assert max(apart) < 1e-4, max(apart)
 
 
-@check(rare=True)
+@check
 def gradients_of_every_architecture(ranks):
     """Also of mixtures of experts, some of which see no token of a rank, and of models with layers of several kinds."""
     from benchmarks.architectures import ARCHITECTURES, tiny_model  # its imports take long
@@ -354,18 +329,6 @@ def addresses_persist_where_graphs_read_them(ranks):
         assert all(map(torch.equal, weights, truth.parameters()))
 
 
-@check
-def an_update_while_requests_are_in_flight(ranks):
-    _, sharded = policies(ranks)
-    engine = RolloutEngine(sharded.for_rollouts)
-    number = engine.add_request(PROMPTS[0], 2, SamplingParams(max_tokens=50, seed=0))
-    engine.step()
-    update(sharded, ranks)
-    with pytest.raises(ValueError, match="the weights changed"):
-        engine.step()
-    engine.abort_request(number)
-
-
 def same_scores(got, expected):
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(got, expected, strict=True))
 
@@ -479,43 +442,37 @@ def whole_weights(ranks):
                 sharded.load_state_dict(broken)
 
 
-@check(rare=True)
+@check
 def quantized_references(ranks):
     if importlib.util.find_spec("torchao") is None:
-        return  # the test skips
+        return  # the quantization extra is not installed
     plain, sharded = policies(ranks, hidden_size=64)
     gathers = gathers_of(sharded)
     truth, reference = (make_reference(policy, 0.1, quantization="int8") for policy in (plain, sharded))
-    assert type(reference) is QuantizedCopy and len(gathers) == 1
+    assert type(reference) is ref_model.QuantizedCopy and len(gathers) == 1
     got, expected = (copied.measure(SAMPLES, SCORING)["ref/kl_error"] for copied in (reference, truth))
     assert got == expected
     same_scores(reference.score(SAMPLES[ranks.rank :], SCORING, passes=7), truth.score(SAMPLES[ranks.rank :], SCORING))
 
 
 @functools.cache
-def results_of(size, rare):
+def results_of(size):
     """Fork the ranks once for all checks. Returns for each rank {check: its traceback, empty where it passed}."""
     with tempfile.TemporaryDirectory() as folder:
-        forked(__file__, Path(folder), size, int(rare))
+        forked(__file__, Path(folder), size)
         files = [Path(folder, f"{rank}.jsonl") for rank in range(size)]
         lines = [file.read_text().splitlines() if file.exists() else [] for file in files]
         return [dict(map(json.loads, of_rank)) for of_rank in lines]
 
 
-def assert_passed(name, size, rare=False):
-    for rank, of_rank in enumerate(results_of(size, rare)):
-        assert name in of_rank, f"rank {rank} ended with {list(of_rank)[-1:]}"
-        assert not of_rank[name], f"rank {rank}: {of_rank[name]}"
-
-
-def make(folder, rare):
-    """Make all checks as one rank."""
+def make(folder):
+    """Make the checks as one rank."""
     warnings.simplefilter("error", UserWarning)
     torch.use_deterministic_algorithms(True, warn_only=True)  # NaN in uninitialised memory
     ranks = join("cpu", LIMIT / 2)
     with open(f"{folder}/{ranks.rank}.jsonl", "w", buffering=1) as out:
-        for name, (function, its) in CHECKS.items():
-            if its != rare:
+        for name, function in CHECKS.items():
+            if name == LONG and ranks.size != 4:
                 continue
             try:
                 function(ranks)
@@ -525,18 +482,16 @@ def make(folder, rare):
                 raise  # the other ranks may be anywhere now
 
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
-@pytest.mark.parametrize("name", [name for name, (_, rare) in CHECKS.items() if not rare])
+CASES = [(name, size) for size in (2, 1, 4) for name in CHECKS if name != LONG or size == 4]
+
+
+@pytest.mark.parametrize(
+    "name, size", [pytest.param(*case, marks=[] if case[1] == 2 else [pytest.mark.slow]) for case in CASES]
+)
 def test_shards(name, size):
-    assert_passed(name, size)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, (_, rare) in CHECKS.items() if rare])
-def test_rarer_shards(name):
-    if "quantized" in name:
-        pytest.importorskip("torchao", reason="not installed (extra: quantization)")
-    assert_passed(name, 2, rare=True)
+    for rank, of_rank in enumerate(results_of(size)):
+        assert name in of_rank, f"rank {rank} ended with {list(of_rank)[-1:]}"
+        assert not of_rank[name], f"rank {rank}: {of_rank[name]}"
 
 
 def test_rejects_a_model_that_keeps_weights_in_another_dtype():
@@ -548,6 +503,5 @@ def test_rejects_a_model_that_keeps_weights_in_another_dtype():
 
 
 if __name__ == "__main__":
-    folder, size, rare = sys.argv[1:]
-    body = functools.partial(make, folder, bool(int(rare)))
-    fork({"checks": body}, folder, int(size), limit=len(CHECKS) * LIMIT)
+    folder, size = sys.argv[1], int(sys.argv[2])
+    fork({"checks": functools.partial(make, folder)}, folder, size, limit=len(CHECKS) * LIMIT)
