@@ -1,10 +1,10 @@
-"""A dry run of the engine's passes on the meta device, by which loading refuses models that the engine cannot serve.
+"""A dry run of the engine's passes on the meta device, which detects unsupported models at load time.
 
 A copy of the model without weights computes only shapes: the prefill of two prompts and one decode step, through
-`Policy.states` as the engine calls it. There a model shows whether it has what the engine needs: every layer attends
-once, through transformers' attention interface, and hands our context on; keys and values have the shapes of the slots
-in rollout/slots.py; and nothing waits for the device, as a CUDA graph that records the decode step must not. Triton's
-kernels, such as those of liger-kernel's layers, are not launched: their results, of the right shapes, are there before.
+`Policy.states` as in the engine. It checks that every layer attends once, through transformers' attention interface,
+and passes our context on; that keys and values have the shapes of the slots in rollout/slots.py; and that there is no
+sync, which a CUDA graph capture does not allow. Triton kernels, such as liger-kernel's, are not launched: their outputs
+are allocated before the launch.
 
 Shapes: N packed tokens, H query heads, K key heads, d head width.
 """
@@ -27,19 +27,19 @@ from fastgrpo.policy.model import Policy, head_dim
 
 # Tokens of each sequence in a prefill of two prompts, and in a decode step of two lanes.
 PASSES = ((3, 2), (1, 1))
-# Products by a stack of weights, as mixtures of experts compute them: torch's own, and transformers' substitute for it.
+# Grouped matrix products of mixtures of experts: torch's operator, and transformers' fallback.
 GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
-WAITING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)  # the host reads values to go on
-_PATCHING = Lock()  # held while launches do nothing, so that what two threads patch is put back in order
+WAITING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)  # operators that sync
+_PATCHING = Lock()  # held while launches are patched, so that two threads restore them in order
 
 
 class DryRun(NamedTuple):
-    """What a dry run found.
+    """The result of a dry run.
 
     Attributes:
-        obstacle: Why the engine cannot serve the model: a predicate whose subject is the model, such as "has attention
-            sinks". None if it can.
-        grouped: Whether the model multiplies by grouped products, as mixtures of experts do.
+        obstacle: Why the engine does not support the model, as a predicate such as "has attention sinks"; None if it
+            does.
+        grouped: Whether the model uses grouped matrix products, as mixtures of experts do.
     """
 
     obstacle: str | None
@@ -47,22 +47,22 @@ class DryRun(NamedTuple):
 
 
 def dry_run(model: PreTrainedModel) -> DryRun:
-    """Find out on the meta device whether the engine can serve a model. No weight is read or copied."""
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    """Check on the meta device whether the engine supports a model. Weights are neither read nor copied."""
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapped module
     obstacle, watch = _obstacle_of_config(model), OpTrace()
     if obstacle is None:
         try:
             _run(Policy(without_weights(model)), watch)
         except Unfit as error:
             obstacle = error.obstacle
-        except Exception as error:  # whatever a model raises here, it would raise in the first rollout too
+        except Exception as error:  # the first rollout would raise the same
             reason = " ".join(str(error).split()).split(". ")[0][:200]
             obstacle = f"fails where the engine runs it ({type(error).__name__}: {reason})"
     return DryRun(obstacle, watch.grouped)
 
 
 def _obstacle_of_config(model):
-    """Say what would be computed wrongly though every shape is right, or return None."""
+    """Return what would be computed wrongly although all shapes are right, or None."""
     config = model.config.get_text_config()
     layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     rope = getattr(config, "rope_parameters", None) or {}
@@ -76,9 +76,9 @@ def _obstacle_of_config(model):
 
 
 def _run(policy, watch):
-    """Make both passes of a policy without weights. Raises Unfit, or whatever the model raises."""
+    """Run both passes of a policy without weights. Raises Unfit, or any exception of the model."""
     width, layers = head_dim(policy.shape), _cut(policy)
-    longest = policy.window or policy.context or math.inf  # a layer whose window is shorter than the config's refuses
+    longest = policy.window or policy.context or math.inf  # detects layers with a shorter window than the config's
     for lengths in PASSES:
         context = Shapes(width, longest)
         ids = torch.zeros(sum(lengths), dtype=torch.int64, device="meta")
@@ -91,10 +91,9 @@ def _run(policy, watch):
 
 @contextmanager
 def no_launches() -> Iterator[None]:
-    """Let this thread's launches of Triton kernels do nothing while the context manager is open.
+    """Skip this thread's launches of Triton kernels within the context.
 
-    Triton takes the address 0 of a tensor on the meta device for that of memory, and a GPU that reads there is lost to
-    the process.
+    A tensor on the meta device has address 0. A kernel that reads from it would break the CUDA context.
     """
     if not HAS_TRITON:
         yield
@@ -108,7 +107,7 @@ def no_launches() -> Iterator[None]:
         return lambda *args, **kwargs: None if get_ident() == thread else run(*args, **kwargs)
 
     with _PATCHING:
-        runs = {kind: kind.run for kind in (JITFunction, Autotuner)}  # an autotuner would time what does nothing
+        runs = {kind: kind.run for kind in (JITFunction, Autotuner)}  # an autotuner would time skipped launches
         for kind, run in runs.items():
             kind.run = unless_here(run)
         try:
@@ -119,11 +118,11 @@ def no_launches() -> Iterator[None]:
 
 
 def _cut(policy):
-    """Keep only the first layers of a copy, up to the first one of the last new kind. Returns how many are kept."""
+    """Keep only the first layers of a copy, until every kind of layer is present. Return how many are kept."""
     count = policy.shape.num_hidden_layers
     modules = policy.module.base_model.modules()
     stacks = [module for module in modules if isinstance(module, torch.nn.ModuleList) and len(module) == count]
-    if len(stacks) != 1:  # unclear which are the layers
+    if len(stacks) != 1:  # the layers cannot be identified
         return count
     kinds = [_kind(layer) for layer in stacks[0]]
     count = 1 + max(kinds.index(kind) for kind in set(kinds))
@@ -132,7 +131,7 @@ def _cut(policy):
 
 
 def _kind(layer):
-    """Describe a layer by its classes, plain attributes and shapes, so that layers of one kind are equal."""
+    """Return the classes, plain attributes and shapes of a layer, which are equal for layers of one kind."""
     kind = []
     for name, module in layer.named_modules():
         plain = [(key, value) for key, value in vars(module).items() if isinstance(value, (bool, int, float, str))]
@@ -143,10 +142,10 @@ def _kind(layer):
 
 
 def without_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy a model to the meta device, where tensors have shapes and no memory."""
+    """Copy a model to the meta device, where tensors have shapes but no memory."""
     memo = {}
     for module in model.modules():
-        # Among these are the dicts of its parameters and buffers, and whatever tensors its own code keeps elsewhere.
+        # These include the dicts of its parameters and buffers, and tensors in other attributes.
         attributes = {name: value for name, value in vars(module).items() if name != "_modules"}
         for value in tree_leaves(attributes):
             if isinstance(value, torch.Tensor):
@@ -159,7 +158,7 @@ def without_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class Shapes:
-    """A `Context` that computes nothing: it checks the shapes that a layer attends with."""
+    """A `Context` that computes nothing and checks the shapes of each layer's attention."""
 
     def __init__(self, width: int, longest: float) -> None:
         self.width, self.longest, self.layers = width, longest, set()
@@ -167,7 +166,7 @@ class Shapes:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """Check the shapes of one layer's attention; returns [N, H, d] without values."""
+        """Check the shapes of one layer's attention, and return [N, H, d] without values."""
         if key.shape != value.shape:
             raise Unfit(f"has keys of width {key.shape[-1]} and values of width {value.shape[-1]}")
         if key.shape[-1] != self.width:
@@ -179,7 +178,7 @@ class Shapes:
 
 
 class OpTrace(TorchDispatchMode):
-    """Watches the operators of a forward pass on the meta device; `grouped` is whether one was a grouped product."""
+    """Inspects the operators of a forward pass on the meta device; `grouped` is True if one is a grouped product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +188,7 @@ class OpTrace(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function._schema.name in GROUPED:  # on meta it takes bf16 alone
+        if function._schema.name in GROUPED:  # on the meta device it supports bf16 only
             self.grouped = True
             return args[0].new_empty(len(args[0]), args[1].shape[-1])
         if _waits(function, args, kwargs):
@@ -198,8 +197,8 @@ class OpTrace(TorchDispatchMode):
 
 
 def _waits(function, args, kwargs):
-    """Whether an operator makes the host wait for values that the device computes."""
-    if function._schema.name == "aten::index":  # an index selects as many elements as it has; a mask does not
+    """Return whether an operator syncs with the device."""
+    if function._schema.name == "aten::index":  # only the output shape of a mask depends on its values
         waits = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     else:
         device = kwargs.get("device")
@@ -213,16 +212,16 @@ OPTIONAL = ("num_key_value_heads", "head_dim", "intermediate_size", "moe_interme
 
 
 def unplannable(model: PreTrainedModel) -> str | None:
-    """Say why the memory of a model's training cannot be computed."""
+    """Return why the memory of a model's training cannot be computed, or None."""
     config = model.config.get_text_config()
     if model.get_output_embeddings() is None:
-        return "is no causal LM"
-    if getattr(model, "is_quantized", False):  # a folder with quantized weights has been refused by its config
+        return "is not a causal LM"
+    if getattr(model, "is_quantized", False):  # of a folder, `read_config` has already raised
         return "has quantized weights"
     for name in (*NEEDED, *OPTIONAL):
         try:
             number = getattr(config, name, None)
-        except RuntimeError:  # transformers' refusal where the layers differ, as Gemma 4's
+        except RuntimeError:  # raised by transformers if layers differ, as for Gemma 4
             number = ()
         if not isinstance(number, int) and (name in NEEDED or number is not None):
             return f"has no {name} in its config that all layers share"

@@ -1,8 +1,8 @@
-"""Loads a policy and its tokenizer, and checks that they fit each other and that the engine can run them exactly.
+"""Loads a policy and its tokenizer, and checks that they match and that the engine supports them.
 
-A config may name code: `attn_implementation` may be a kernel of the hub, which is downloaded and run. `read_config`
-therefore clears every choice of an implementation, and transformers then takes its own default. Code in Python files
-(`auto_map`) is up to trust_remote_code.
+A config may name code to run: `attn_implementation` may be a kernel on the hub, which is downloaded. `read_config`
+therefore clears all choices of implementations, so that transformers uses its defaults. Code in Python files
+(`auto_map`) needs trust_remote_code.
 """
 
 import json
@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def loading(path: str | Path, what: str) -> Iterator[None]:
-    """Turn whatever transformers raises for files that cannot be loaded into one ValueError.
+    """Convert any exception of transformers while loading files into a ValueError of one line.
 
-    Errors that `explain` can explain (no memory, no permission, a full disk, a missing package) pass as they are.
+    Errors that `explain` covers (no memory, no permission, a full disk, a missing package) are not converted.
     """
     path = str(path)
     is_path = path.startswith((".", "/", "~")) or path.count("/") > 1
@@ -49,25 +49,25 @@ def loading(path: str | Path, what: str) -> Iterator[None]:
         raise ValueError(f"no such model folder: {path or '(an empty name)'}")
     try:
         yield
-    except Exception as error:  # what a damaged file makes of transformers, torch and safetensors is of any type
+    except Exception as error:  # damaged files make transformers, torch and safetensors raise any type
         if not isinstance(error, ValueError) and explain(error):
             raise
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"{path!r} comes with Python code of its own, which is not run by default; read it, then pass "
+                f"{path!r} has its own Python code, which is not run by default; review it, then pass "
                 "--trust_remote_code True"
             ) from error
-        if type(error).__name__.startswith("StrictDataclass"):  # of huggingface_hub: a field of the config
+        if type(error).__name__.startswith("StrictDataclass"):  # huggingface_hub: an invalid field of the config
             raise ValueError(f"{path}/config.json: {_reason(error.__cause__ or error)}; correct the field") from error
-        remedy = "the files may be damaged or incomplete" if os.path.exists(path) else "name a folder or a hub id"
+        remedy = "the files may be damaged or incomplete" if os.path.exists(path) else "pass a folder or a hub id"
         if "GGUF model with architecture" in str(error):
             remedy = "use the model's folder with .safetensors files"
         raise ValueError(f"the {what} of {path!r} cannot be loaded ({remedy}): {_reason(error)}") from error
 
 
 def _reason(error):
-    """Say in one line what an exception of a library means."""
-    if type(error).__name__ == "UnpicklingError":  # its own text advises to load the file unsafely
+    """Describe a library's exception in one line."""
+    if type(error).__name__ == "UnpicklingError":  # its own message recommends unsafe loading
         return "a .bin file is damaged or holds code, which is never run; use the model's .safetensors files"
     text = " ".join(str(error).split())[:300]
     named = isinstance(error, (OSError, ValueError)) or text.startswith("Field ")
@@ -95,15 +95,15 @@ def read_json(path: str | Path, file: str, local_files_only: bool = False) -> di
 
 
 def read_config(path: str | Path, trust_remote_code: bool = False, local_files_only: bool = False) -> PretrainedConfig:
-    """Read the config of a model, in which no implementation of attention or experts is chosen."""
+    """Read the config of a model, and clear its choices of implementations for attention and experts."""
     if find_gguf(path) is None and not (Path(path) / "config.json").exists():
         base = read_json(path, "adapter_config.json", local_files_only).get("base_model_name_or_path")
         if base is not None and find_gguf(base) is not None:
             raise ValueError(
-                f"the adapters of {path} belong to the GGUF file {base}, and transformers joins them only with "
+                f"the adapters of {path} belong to the GGUF file {base}, but transformers loads them only with "
                 "ordinary folders; use the folder `merged` of their run"
             )
-        path = base or path  # adapters without a model beside them have the config of their base
+        path = base or path  # a folder with adapters only uses the config of their base
     source, gguf = source_of(path)
     with loading(path, "config" if gguf else "config.json"):
         config = AutoConfig.from_pretrained(
@@ -115,13 +115,13 @@ def read_config(path: str | Path, trust_remote_code: bool = False, local_files_o
 
 
 def _pin(config, where):
-    """Refuse quantized weights, and clear the implementations that a config and the configs in it choose."""
+    """Raise for quantized weights, and clear the choices of implementations in a config and its inner configs."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ValueError(
-            f"{where}: quantization_config says that the weights are quantized ({method}), and training needs plain "
-            "weights; use the checkpoint that was not quantized"
+            f"{where}: quantization_config names quantized weights ({method}), which cannot be trained; use the "
+            "checkpoint before quantization"
         )
     for name, inner in vars(config).items():
         if isinstance(inner, PretrainedConfig):
@@ -153,7 +153,7 @@ def load_policy(
 def policy_and_tokenizer(
     model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: Any
 ) -> tuple[Policy, PreTrainedTokenizerBase]:
-    """Load or take over the model that a trainer trains, on its device and in its precision."""
+    """Load a trainer's model, or take the given one, on the device and in the dtype of the settings."""
     own_attention = config.rollout_backend == "hf"
     refuse_wrappers(model)
     if not isinstance(model, (str, Path, PreTrainedModel)):
@@ -172,7 +172,7 @@ def policy_and_tokenizer(
             tokenizer=tokenizer,
         )
     if tokenizer is None and not model.config._name_or_path:
-        raise ValueError("a model made in memory has no tokenizer to load; pass processing_class")
+        raise ValueError("a model created in memory has no tokenizer to load; pass processing_class")
     _refuse_quantized(model)
     device = choose_device(config.device)
     cast(model.to(device), choose_dtype(config.dtype, device))
@@ -196,17 +196,17 @@ def load_model(
             config=config,
             dtype=choose_dtype(dtype, device),
             trust_remote_code=trust_remote_code,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
+            ignore_mismatched_sizes=True,  # `_check_weights` raises for them, by name
             output_loading_info=True,
             **unpacked(gguf),
         )
     _check_weights(path, model, report)
-    model.name_or_path = model.config.name_or_path = str(path)  # not the folder of a GGUF file, as transformers notes
+    model.name_or_path = model.config.name_or_path = str(path)  # transformers sets the folder of a GGUF file
     return model.to(device)
 
 
 def _check_weights(path, model, report):
-    """Refuse a model whose weights are not those that its config describes. `report` is transformers' loading info."""
+    """Raise if the weights of a model do not match its config. `report` is transformers' loading info."""
     layered = {_any_layer(name) for name, _ in model.named_parameters()}
     problems = (
         (report["missing_keys"], "lacks {count} of its weights ({name}, ...), which would be random"),
@@ -240,10 +240,10 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
 
 
 def stop_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Find the ids that end a completion: the tokenizer's end token and those of the model's generation config.
+    """Return the ids that end a completion: the tokenizer's end token and those of the model's generation config.
 
-    Ids that no token of the model has end nothing and are left out with a warning: transformers puts the end token of
-    the full-sized model into the generation config of a small one whose config names none.
+    Ids outside the model's vocabulary are dropped with a warning: if the config of a small model names no end token,
+    transformers writes the one of the full-sized model into its generation config.
     """
     model, count = policy.module, policy.module.get_input_embeddings().weight.shape[0]
     configured = model.generation_config.eos_token_id if model.generation_config else None
@@ -263,7 +263,7 @@ def stop_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 
 def check_vocabulary(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that knows more tokens than the policy has embeddings."""
+    """Raise if a tokenizer has more tokens than the policy has embeddings."""
     embeddings = policy.module.get_input_embeddings().weight.shape[0]
     if tokenizer.vocab_size > embeddings:
         raise ValueError(
@@ -273,18 +273,18 @@ def check_vocabulary(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None
 
 
 def _refuse_quantized(model):
-    """Refuse a model with quantized weights; casting them would spoil them."""
+    """Raise for a model with quantized weights: casting would corrupt them."""
     if getattr(model, "is_quantized", False):
         name = type(model).__name__
-        raise ValueError(f"{name} has quantized weights, and training needs plain ones; load it without quantization")
+        raise ValueError(f"{name} has quantized weights, which cannot be trained; load it without quantization")
 
 
 def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_attention: bool = False) -> Policy:
-    """Make a policy of a model. Dropout is switched off, and a model that would be computed wrongly is refused."""
+    """Make a policy from a model: turn dropout off, and raise for a model that the engine would compute wrongly."""
     name = type(model).__name__
     if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
-        raise ValueError(f"{name} is no causal LM; load the model with AutoModelForCausalLM")
-    if model.base_model is model:  # as Llama 4's text model, whose prefix is that of the model for images
+        raise ValueError(f"{name} is not a causal LM; load the model with AutoModelForCausalLM")
+    if model.base_model is model:  # such as Llama 4's text model, which has the prefix of its multimodal model
         raise ValueError(f"{name}: there is no {model.base_model_prefix!r} in it, whose states the head would take")
     _refuse_quantized(model)
     for knob in ("logits_scaling", "logit_scale"):
@@ -296,8 +296,8 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
     if obstacle and not own_attention:
         raise Unfit(obstacle, name)
     if getattr(model.config, "attn_logit_softcapping", None) is not None:
-        model.set_attn_implementation("eager")  # transformers' SDPA leaves the cap out
-    for module in model.modules():  # the policy that is trained must be the policy that drew the samples
+        model.set_attn_implementation("eager")  # transformers' SDPA ignores the cap
+    for module in model.modules():  # the trained policy must equal the policy that drew the samples
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         for knob, value in vars(module).items():
@@ -306,7 +306,7 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
     model.eval()
     _check_generation_config(model)
     if gradient_checkpointing:
-        # In the backward pass the layers run again, outside of `Policy.states`, and must use the same attention.
+        # The backward pass recomputes layers outside `Policy.states`, and must use the same attention.
         def contexts():
             return nullcontext(), attention_of(model, model.config._attn_implementation)
 
@@ -319,22 +319,22 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
 
 
 def _check_generation_config(model):
-    """Repair or refuse a generation config that contradicts itself.
+    """Repair an inconsistent generation config, or raise.
 
-    transformers loads such a config, but would refuse to save it with the first checkpoint.
+    transformers loads such a config, but raises when it is saved with the first checkpoint.
     """
     config = model.generation_config
     try:
         if config is not None:
             config.validate(strict=True)
     except ValueError:
-        config.do_sample = True  # its sampling settings say so
+        config.do_sample = True  # it has sampling settings
         try:
             config.validate(strict=True)
         except ValueError as error:
             reason = " ".join(str(error).split())[:300]
             raise ValueError(
-                f"the model's generation_config.json could not be saved again; correct it: {reason}"
+                f"the model's generation_config.json is invalid and cannot be saved again; correct it: {reason}"
             ) from None
         logger.warning(
             "the model's generation_config.json has sampling settings but no do_sample; checkpoints get do_sample=True"
@@ -349,7 +349,7 @@ def read_weights(policy: Policy, path: Path) -> dict[str, torch.Tensor]:
     with loading(path, "weights"):
         model, report = type(module).from_pretrained(
             path,
-            config=module.config,  # what the checkpoint's own config.json says of its implementation is not read
+            config=module.config,  # not the checkpoint's config.json, which may choose other implementations
             dtype=policy.dtype,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
@@ -364,8 +364,8 @@ def outline(path: str | Path, trust_remote_code: bool = False, download: bool = 
     local = download or Path(path).is_dir() or find_gguf(path) is not None
     if not local and not any(read_json(path, file, local_files_only=True) for file in files):
         raise ValueError(
-            f"no config of a causal LM at {str(path)!r}, neither as a folder nor in the hub's cache (nothing is "
-            "downloaded here)"
+            f"no config of a causal LM at {str(path)!r}, which is neither a folder nor in the hub's cache; download it "
+            "first, since nothing is downloaded here"
         )
     config = read_config(path, trust_remote_code, local_files_only=not download)
     with loading(path, "model"), torch.device("meta"):

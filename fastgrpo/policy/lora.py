@@ -1,9 +1,9 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685), which peft puts into the policy's own modules.
+"""Low-rank adapters (LoRA, arXiv 2106.09685), which peft adds to the policy's own modules.
 
 A linear layer with weight W computes with W + alpha / r B A, and only A and B are trained. The policy is still the same
-transformers model, so hidden states, rollouts and gradient checkpointing need no code for the adapters. The
-base is frozen: neither its gradients nor the head's are computed, and the optimizer holds only the adapters. The
-policy with its adapters switched off is the reference, which therefore needs no copy in memory.
+transformers model, so hidden states, rollouts and gradient checkpointing need no code for adapters. The base and the
+head are frozen: they get no gradients, and the optimizer holds only the adapters. The reference is the policy without
+its adapters, and needs no copy in memory.
 """
 
 import copy
@@ -22,16 +22,16 @@ from transformers.integrations import peft as transformers_peft
 if TYPE_CHECKING:  # an extra
     from peft import PeftModel
 
-ADAPTER = ".lora_"  # a part of the name of every adapter weight
+ADAPTER = ".lora_"  # part of the name of every adapter weight
 
 
 def add_lora(
     model: PreTrainedModel, *, r: int = 16, alpha: float = 32, target_modules: Iterable[str] = (), seed: int = 0
 ) -> PreTrainedModel:
-    """Freeze a prepared policy and put fresh adapters into it.
+    """Freeze a prepared policy, and add new adapters.
 
-    The adapters have no dropout, so that the policy that trains is the one that drew the samples. They start with
-    B = 0 and change nothing at first.
+    The adapters have no dropout, so that the trained policy equals the one that drew the samples. B starts at 0, so
+    they change nothing at first.
     """
     return wrap_lora(model, r=r, alpha=alpha, target_modules=target_modules, seed=seed).get_base_model()
 
@@ -39,7 +39,7 @@ def add_lora(
 def wrap_lora(
     model: PreTrainedModel, *, r: int = 16, alpha: float = 32, target_modules: Iterable[str] = (), seed: int = 0
 ) -> "PeftModel":
-    """Do what `add_lora` does, and return peft's view of the model."""
+    """Do the same as `add_lora`, and return peft's `PeftModel`."""
     try:
         from peft import LoraConfig, get_peft_model
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -55,7 +55,7 @@ def wrap_lora(
         except ValueError as error:
             if names is None:
                 raise ValueError(
-                    f"peft has no choice of layers for a {type(model).__name__}: set lora_target_modules to all-linear "
+                    f"peft has no default layers for a {type(model).__name__}; set lora_target_modules to all-linear "
                     f"or to the names of layers ({error})"
                 ) from error
             raise ValueError(f"lora_target_modules {names}: {error}") from error
@@ -66,55 +66,55 @@ def wrap_lora(
 
 
 def _check_peft() -> None:
-    """Refuse a peft that is older than the installed transformers needs; saving would fail in the middle of a run."""
+    """Raise if peft is too old for the installed transformers: saving would fail in the middle of a run."""
     has, needs = version("peft"), transformers_peft.MIN_PEFT_VERSION
     if Version(has) < Version(needs):
         raise ValueError(
-            f"transformers {version('transformers')} needs peft {needs} or newer, and this is peft {has}; upgrade "
-            "peft, or install another transformers (5.24.0 asks for a peft that does not exist)"
+            f"transformers {version('transformers')} needs peft {needs} or newer, but peft {has} is installed; upgrade "
+            "peft, or install another transformers (5.24.0 needs a peft that does not exist)"
         )
 
 
 def taken_over(wrapper: "PeftModel") -> "PeftModel":
-    """Make the adapters of a wrapped model those of the model itself, as `add_adapter` of transformers would."""
+    """Register the adapters of a `PeftModel` with its model, as `add_adapter` of transformers does."""
     _check_peft()
     model = wrapper.get_base_model()
     model._hf_peft_config_loaded = True
-    model.disable_input_require_grads()  # peft hooks the embedding as transformers did before it
+    model.disable_input_require_grads()  # peft adds its own hook on the embedding
     return wrapper.eval()
 
 
 def base_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the weights below the adapters, or all weights where there are none."""
+    """Return the weights without adapters."""
     weights = model.state_dict().items()
     return {name.replace(".base_layer.", "."): value for name, value in weights if ADAPTER not in name}
 
 
 def refuse_adapters(model: PreTrainedModel) -> None:
-    """Refuse a model that has adapters, because the model without them would be taken for the reference."""
+    """Raise if a model has adapters, because the model without them would become the reference."""
     if has_adapters(model):
         raise ValueError(
-            "the model has adapters already; start from merged weights (a run with use_peft leaves them in merged/)"
+            "the model has adapters already; start from merged weights (a run with use_peft writes them to merged/)"
         )
 
 
 def refuse_wrappers(model: Any) -> None:
-    """Refuse peft's wrapper of a model."""
+    """Raise for peft's wrapper of a model."""
     if is_wrapper(model):
         raise ValueError(
-            "model is a PeftModel: pass model.merge_and_unload() to train all of its weights, or its base model with "
+            "model is a PeftModel; pass model.merge_and_unload() to train all of its weights, or its base model with "
             "use_peft=True to train new adapters"
         )
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
-    """Tell whether a model has adapters, from `add_lora` or from a file."""
+    """Return whether a model has adapters, from `add_lora` or from a file."""
     return getattr(model, "_hf_peft_config_loaded", False)
 
 
 @contextmanager
 def adapters_off(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Switch the adapters off while the context manager is open: the policy is then what it was before training."""
+    """Disable the adapters within the context, which gives the policy before training."""
     model.disable_adapters()
     try:
         yield model
@@ -123,7 +123,7 @@ def adapters_off(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 def read_adapters(path: Path) -> dict[str, torch.Tensor]:
-    """Read the adapters of a checkpoint folder, which are in peft's format."""
+    """Read the adapters of a checkpoint folder, in peft's format."""
     from safetensors.torch import load_file
 
     weights = load_file(path / "adapter_model.safetensors")
@@ -133,7 +133,7 @@ def read_adapters(path: Path) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def merged(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy a policy with adapters into a plain model on the CPU, whose weights are W + alpha / r B A.
+    """Copy a policy with adapters into a model without, on the CPU, with weights W + alpha / r B A.
 
     Each sum is computed in fp32 and rounded once to the dtype of W.
     """
@@ -159,12 +159,12 @@ IGNORED = ("base_model_name_or_path", "revision", "inference_mode", "auto_mappin
 
 
 def is_wrapper(model: Any) -> bool:
-    """Tell whether a model is peft's wrapper of one, without importing peft."""
+    """Return whether a model is a `PeftModel`, without importing peft."""
     return any(base.__name__ == "PeftModel" for base in type(model).__mro__)
 
 
 def lora_settings(config: Any, name: str = "peft_config") -> dict[str, Any]:
-    """Translate a config of peft into our settings."""
+    """Convert a config of peft to our settings."""
     if not any(base.__name__ == "LoraConfig" for base in type(config).__mro__):
         raise ValueError(f"{name} is of type {type(config).__name__}; pass a peft.LoraConfig")
     from peft import LoraConfig
@@ -173,11 +173,11 @@ def lora_settings(config: Any, name: str = "peft_config") -> dict[str, Any]:
     for field in dataclasses.fields(LoraConfig):
         value = getattr(config, field.name)
         if field.name not in (*USED, *IGNORED) and value and value != getattr(plain, field.name):
-            raise ValueError(f"{name}: {field.name}={value!r} is not in fastgrpo; leave {field.name} out")
+            raise ValueError(f"{name}: {field.name}={value!r} is not supported; omit {field.name}")
         if field.name not in (*USED, *IGNORED) and not value and getattr(plain, field.name):
-            raise ValueError(f"{name}: {field.name}={value!r} is not in fastgrpo; leave {field.name} out")
+            raise ValueError(f"{name}: {field.name}={value!r} is not supported; omit {field.name}")
     if config.task_type not in (None, "CAUSAL_LM"):
-        raise ValueError(f"{name}: task_type={config.task_type!r} is not that of a causal LM; use CAUSAL_LM")
+        raise ValueError(f"{name}: task_type={config.task_type!r} is not supported; use CAUSAL_LM")
     targets = config.target_modules
     if isinstance(targets, str) and targets != "all-linear":
         raise ValueError(f"{name}: target_modules={targets!r} is a pattern; list the names of the layers")
@@ -191,10 +191,10 @@ def lora_settings(config: Any, name: str = "peft_config") -> dict[str, Any]:
 
 
 def unwrapped(wrapper: Any, moved: bool) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Take the transformers model, with the adapters in it, out of peft's wrapper."""
+    """Return the transformers model of a `PeftModel`, with its adapters, and their settings."""
     if list(wrapper.peft_config) != ["default"]:
         names = ", ".join(wrapper.peft_config)
-        raise ValueError(f"model is a PeftModel with the adapters {names}; pass one with the adapter 'default' alone")
+        raise ValueError(f"model is a PeftModel with the adapters {names}; pass one with only the adapter 'default'")
     settings = lora_settings(wrapper.peft_config["default"], "model is a PeftModel, whose config")
     model = wrapper.get_base_model()
     if not isinstance(model, PreTrainedModel):
@@ -202,7 +202,7 @@ def unwrapped(wrapper: Any, moved: bool) -> tuple[PreTrainedModel, dict[str, Any
     learned = [name for name, value in model.named_parameters() if ".lora_B." in name and torch.any(value != 0)]
     if learned and not moved:
         raise ValueError(
-            "model is a PeftModel whose adapters have learned something, and the KL would be to the model without "
-            "them; pass model.merge_and_unload() with a peft_config, or set beta to 0"
+            "model is a PeftModel with trained adapters, and the KL would be to the model without them; pass "
+            "model.merge_and_unload() with a peft_config, or set beta to 0"
         )
     return model, settings

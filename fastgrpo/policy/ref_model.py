@@ -1,8 +1,7 @@
 """The reference policy of the KL term.
 
-It is the policy without its adapters, or a frozen copy of the policy as it was when training began. The copy lies on
-the device; or in host memory, from where its layers are streamed to the device one by one; or it is quantized. At
-beta = 0 there is no reference.
+It is the policy without its adapters, or a frozen copy of the initial policy. The copy is on the device; or in host
+memory, with its layers streamed to the device one by one; or it is quantized. At beta = 0 there is no reference.
 """
 
 import copy
@@ -24,7 +23,7 @@ from fastgrpo.ranks import ALONE, Ranks
 
 
 class Scoring(NamedTuple):
-    """How samples are scored: at which temperature, and in which micro-batches."""
+    """Settings for scoring samples: temperature and micro-batches."""
 
     temperature: float
     max_tokens: int
@@ -41,8 +40,8 @@ def score(
 ) -> list[torch.Tensor]:
     """Compute the log-probs of completions under a policy, or other values [..., M] of a micro-batch's M tokens.
 
-    `passes` is how many passes the policy makes on each rank in lockstep (`Policy.lockstep`); None where ranks have
-    equally many micro-batches anyway. Returns [..., T] values for each sample, fp32 log-probs in nats by default.
+    `passes` is the number of passes of each rank in lockstep (`Policy.lockstep`), or None if all ranks have equally
+    many micro-batches. Returns values [..., T] for each sample, by default fp32 log-probs in nats.
     """
     values, parts = [None] * len(samples), micro_batches(samples, scoring.max_tokens, scoring.share_prompt)
     for indices in parts:
@@ -62,7 +61,7 @@ def score(
 def make_reference(
     policy: Policy, beta: float, *, device: str | None = None, quantization: str | None = None, moving: bool = False
 ) -> "Reference | None":
-    """Make the reference of a policy, as the policy is now."""
+    """Create the reference from the current policy."""
     if beta == 0:
         return None
     if has_adapters(policy.module):
@@ -78,7 +77,7 @@ def frozen_copy(model: PreTrainedModel, device: str | None = None) -> PreTrained
 
 
 def _empty_copy(model):
-    """Copy a model, but not the values of its parameters. Host memory that nobody has written takes no room."""
+    """Copy a model without the values of its parameters. Untouched host memory takes no physical memory."""
     return _copy(model, lambda parameter: torch.empty(parameter.shape, dtype=parameter.dtype))
 
 
@@ -95,7 +94,7 @@ class Reference:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Make `policy` compute as the reference while the context manager is open."""
+        """Make `policy` compute as the reference within the context."""
         yield
 
     def score(self, samples: Sequence[Sample], scoring: Scoring, passes: int | None = None) -> list[torch.Tensor]:
@@ -105,14 +104,14 @@ class Reference:
 
     @torch.no_grad()
     def states(self, batch: Batch) -> tuple[torch.Tensor, HeadWeights]:
-        """Compute the hidden states that the KL of the full distributions takes, of one micro-batch.
+        """Compute the hidden states of one micro-batch, for the KL of the full distributions.
 
         Returns:
-            [M, D], one state for each completion token, and the head, without gradient. Both are on the policy's device
-            and stay there as long as they are held, also the head of a copy in host memory. In a pass of the sharded
-            policy whose adapters are off, the head stays until that pass has gone backward.
+            [M, D], one state per completion token, and the head, without gradient. Both are on the policy's device, and
+            stay valid while they are referenced, even for a copy in host memory. Within a pass of the sharded policy
+            with adapters off, the head is valid until the backward of that pass.
         """
-        # A sharded head is whole as long as the outermost pass lasts.
+        # A sharded head stays gathered for the outermost pass.
         passes_away = self.policy.lockstep and not self.policy.inside
         with self.ready():
             return self.policy.within(partial(self._states, batch, passes_away))
@@ -124,17 +123,17 @@ class Reference:
 
     @torch.no_grad()
     def idle(self) -> None:
-        """Make the pass of a rank without samples, where other ranks call `states` and all must pass together."""
+        """Run the pass of a rank without samples while other ranks call `states` in lockstep."""
         if self.policy.lockstep:
             with self.ready():
                 self.policy.within(self.policy.idle_loss)
 
     def measure(self, samples: Sequence[Sample], scoring: Scoring, ranks: Ranks = ALONE) -> dict[str, float]:
-        """Measure how good the reference is, before it is used on samples."""
+        """Return metrics of the reference's accuracy, before it is used on samples."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold: nothing, because a resumed run makes the reference anew."""
+        """Return the state for a checkpoint: empty, because a resumed run creates the reference again."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -142,17 +141,17 @@ class Reference:
 
 
 class AdaptersOff(Reference):
-    """The policy itself while its adapters are off. It costs no memory."""
+    """The policy itself with its adapters disabled. It needs no memory."""
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Switch the adapters off while the context manager is open."""
+        """Disable the adapters within the context."""
         with adapters_off(self.policy.module):
             yield
 
 
 class FrozenCopy(Reference):
-    """A copy of the policy as it is now, without gradients."""
+    """A frozen copy of the current policy."""
 
     def __init__(self, policy: Policy, moving: bool = False, device: str | None = None):
         if policy.lockstep and device is None:
@@ -165,18 +164,18 @@ class FrozenCopy(Reference):
 
     @torch.no_grad()
     def sync(self, policy: Policy, alpha: float) -> None:
-        """Move the weights towards the policy's (TR-DPO, arXiv 2404.09656).
+        """Interpolate the weights towards the policy's (TR-DPO, arXiv 2404.09656).
 
         reference = alpha policy + (1 - alpha) reference
         """
         theirs = policy.module.named_parameters() if self.policy.lockstep else policy.whole_parameters()
         mine = dict(self.policy.module.named_parameters())
-        for name, value in theirs:  # of shards, each rank moves its own
+        for name, value in theirs:  # each rank updates its own shards
             part = local(mine[name])
             part.lerp_(local(value).to(part.device, part.dtype), alpha)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights of a copy that follows the policy, and nothing for any other copy."""
+        """Return the weights if the copy follows the policy; otherwise nothing."""
         return self.policy.module.state_dict() if self.moving else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -186,7 +185,7 @@ class FrozenCopy(Reference):
 
 
 class StreamedCopy(FrozenCopy):
-    """A copy in host memory. Only while it runs, the device holds two of its layers, its embedding and its head."""
+    """A copy in host memory. While it runs, the device holds two of its layers, its embedding and its head."""
 
     def __init__(self, policy: Policy, moving: bool = False):
         super().__init__(policy, moving, "cpu")
@@ -194,7 +193,7 @@ class StreamedCopy(FrozenCopy):
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Let the copy compute on the policy's device while the context manager is open."""
+        """Let the copy compute on the policy's device within the context."""
         with self.stream.ready():
             yield
 
@@ -202,17 +201,17 @@ class StreamedCopy(FrozenCopy):
 class QuantizedCopy(Reference):
     """A copy with quantized linear layers; embedding, norms and head keep their dtype.
 
-    The first `measure` takes `ref/kl_error` against the exact copy, which is streamed for it and then dropped.
+    The first `measure` compares it with an exact copy, which is streamed and then dropped, as `ref/kl_error`.
     """
 
     def __init__(self, policy: Policy, quantization: str):
-        with policy.gather():  # one for both copies
+        with policy.gather():  # one gather for both copies
             module = quantize(frozen_copy(policy.for_rollouts.module, "cpu"), quantization, policy.device)
             self.exact = StreamedCopy(policy)
         super().__init__(Policy(module, policy.own_attention))
 
     def measure(self, samples: Sequence[Sample], scoring: Scoring, ranks: Ranks = ALONE) -> dict[str, float]:
-        """Measure, the first time, how far the copy's log-probs are from the exact ones."""
+        """In the first call, measure the KL between the copy and the exact reference."""
         if self.exact is None:
             return {}
         own = 0.0, 0
@@ -236,7 +235,7 @@ class QuantizedCopy(Reference):
             self.exact = None
 
 
-NF4_BLOCK = 64  # how many weights share a scale
+NF4_BLOCK = 64  # weights that share a scale
 
 
 def quantize(model: PreTrainedModel, name: str, device: torch.device | str) -> PreTrainedModel:
@@ -251,7 +250,7 @@ def quantize(model: PreTrainedModel, name: str, device: torch.device | str) -> P
             from torchao.quantization import Int8WeightOnlyConfig, quantize_
         except ImportError:
             raise ValueError("ref_storage=int8 needs torchao: pip install 'fastgrpo[quantization]'") from None
-        config = Int8WeightOnlyConfig(set_inductor_config=False)  # inductor's would also switch TF32 on
+        config = Int8WeightOnlyConfig(set_inductor_config=False)  # inductor's config also enables TF32
         quantize_(
             model, config, lambda module, _: isinstance(module, torch.nn.Linear) and module is not lm_head, device
         )
@@ -265,8 +264,8 @@ def quantize(model: PreTrainedModel, name: str, device: torch.device | str) -> P
             weight = module.weight
             if device.type == "cpu" and module.in_features % NF4_BLOCK:
                 raise ValueError(
-                    f"{path} has {module.in_features} inputs: on a CPU bitsandbytes reads nf4 weights wrongly unless "
-                    f"that is a multiple of {NF4_BLOCK}; use ref_storage=int8, or a GPU"
+                    f"{path} has {module.in_features} inputs, but on a CPU bitsandbytes needs a multiple of "
+                    f"{NF4_BLOCK} for nf4; use ref_storage=int8, or a GPU"
                 )
             layer = Linear4bit(
                 module.in_features, module.out_features, bias=False, compute_dtype=weight.dtype, quant_type="nf4",
@@ -278,11 +277,11 @@ def quantize(model: PreTrainedModel, name: str, device: torch.device | str) -> P
     return model.to(device)
 
 
-ALIGNMENT = 256  # bytes: CUDA's allocator aligns tensors to as many
+ALIGNMENT = 256  # bytes, as CUDA's allocator aligns tensors
 
 
 class HostWeights:
-    """Parameters that lie side by side in one host buffer, so that one copy moves them all."""
+    """Parameters in one contiguous host buffer, so that one copy moves them all."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], pin: bool) -> None:
         self.parameters, self.places, size = parameters, [], 0
@@ -297,11 +296,11 @@ class HostWeights:
 
     @staticmethod
     def view(buffer: torch.Tensor, parameter: torch.nn.Parameter, place: slice) -> torch.Tensor:
-        """View the bytes of one parameter in a buffer as that parameter."""
+        """Return a view of a buffer as one parameter."""
         return buffer[place].view(parameter.dtype).view(parameter.shape)
 
     def attach(self, buffer: torch.Tensor) -> None:
-        """Make the parameters views of another buffer that holds the same bytes."""
+        """Make the parameters views of another buffer with the same content."""
         for parameter, place in zip(self.parameters, self.places, strict=True):
             parameter.data = self.view(buffer, parameter, place)
 
@@ -309,8 +308,8 @@ class HostWeights:
 class LayerStream:
     """Runs a frozen model on a device that holds two of its layers at a time.
 
-    The device also holds the parameters outside the layers (embedding, norm, head). It holds all of this only while
-    `ready` is open.
+    The device also holds the parameters outside the layers (embedding, norm, head). All of this is freed when the
+    context of `ready` ends.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device | str) -> None:
@@ -327,7 +326,7 @@ class LayerStream:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Let the model compute on the device while the context manager is open; afterwards the device is freed."""
+        """Let the model compute on the device within the context, and free the device's memory afterwards."""
         size = max(len(layer.host) for layer in self.layers)
         empty = partial(torch.empty, dtype=torch.uint8, device=self.device)
         self.buffers = [empty(size), empty(size)]
@@ -338,17 +337,17 @@ class LayerStream:
         try:
             yield
         finally:
-            if self.on_gpu:  # the last copy must be done before the buffers' memory can be given to other tensors
+            if self.on_gpu:  # the last copy must finish before the buffers' memory is reused
                 torch.cuda.current_stream(self.device).wait_stream(self.copies)
             for weights in (self.rest, *self.layers):
                 weights.attach(weights.host)
             self.buffers = self.coming = None
 
     def _fetch(self, i):
-        """Start to copy layer i into the buffer that is not in use."""
+        """Start to copy layer i into the unused buffer."""
         self.turn = 1 - self.turn
         host = self.layers[i].host
-        if self.on_gpu:  # the copy waits until the layer that lies in this buffer has run
+        if self.on_gpu:  # wait until the layer in this buffer has run
             self.copies.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.copies) if self.on_gpu else nullcontext():
             self.buffers[self.turn][: len(host)].copy_(host, non_blocking=True)
@@ -356,7 +355,7 @@ class LayerStream:
         self.coming = i
 
     def _enter(self, i, *_):
-        """Wait for layer i, which is about to run, and start to copy the next one (after the last, the first)."""
+        """Before layer i runs, wait for its copy, and start to copy the next one (after the last, the first)."""
         if self.coming != i:
             raise RuntimeError(
                 f"layer {i} runs, but layer {self.coming} was fetched: the layers of a streamed model must run in order"

@@ -1,12 +1,12 @@
-"""The policy whose weights are sharded over the ranks: torch's FSDP2 (`fully_shard`), one unit for each layer.
+"""A policy whose weights are sharded over the ranks with torch's FSDP2 (`fully_shard`), one unit per layer.
 
-Each rank holds a part of every weight, in fp32: the optimizer updates these parts, and gradients and moments are parts
-too. A layer becomes whole, in the dtype that passes compute in, just before it runs, and its gradients are added up
-over the ranks in fp32. Embedding, final norm and head are a unit of their own, which is whole as long as
-`ShardedPolicy.within` computes. So loss and head read whole weights, and a tied embedding gets one gradient.
+Each rank holds a shard of every weight in fp32. The optimizer updates these shards; gradients and moments are sharded
+too. A layer is gathered, in the compute dtype, just before it runs, and its gradients are reduced in fp32. Embedding,
+final norm and head are one more unit, which stays gathered during `ShardedPolicy.within`. So loss and head read
+gathered weights, and a tied embedding gets one gradient.
 
-Every pass sends weights between the ranks, so all ranks make equally many: one without samples makes idle ones.
-Adapters are not sharded. Their gradients are added up by the optimizer (`MasterAdamW.reduce`).
+Every pass is collective, so all ranks run equally many: a rank without samples runs idle passes. Adapters are not
+sharded; the optimizer sums their gradients (`MasterAdamW.reduce`).
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 class Gathered:
-    """Holds the weights of a whole copy while it is open.
+    """Context manager that keeps the weights of a `WholeCopy` gathered.
 
-    It is not a generator, because Python closes an unreferenced generator at a moment that differs between ranks, as
-    when an engine is dropped with requests in flight. The ranks would then disagree on whether to gather again.
+    It is not a generator: Python closes an unreferenced generator at a different time on each rank, for example when an
+    engine is dropped with requests in flight. The ranks would then disagree on whether to gather again.
     """
 
     def __init__(self, whole: "WholeCopy") -> None:
@@ -52,7 +52,7 @@ class Gathered:
 
 
 class WholeCopy(Policy):
-    """A whole copy of a policy that is about to be sharded. Adapters are not sharded, so it has the policy's own."""
+    """An unsharded copy of a policy before sharding. Its adapters are the policy's own, which are not sharded."""
 
     def __init__(self, policy: Policy, dtype: torch.dtype) -> None:
         memo, self.own = {}, []  # the copy's own parameters
@@ -64,16 +64,16 @@ class WholeCopy(Policy):
         # deepcopy takes the parameters from the memo
         super().__init__(copy.deepcopy(policy.module, memo), policy.own_attention, policy.grouped)
         self.depth, self.keep, self.held = 0, False, False
-        self.source: Policy | None = None  # the sharded policy, which the weights come from
+        self.source: Policy | None = None  # the sharded policy that provides the weights
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """List the copy's parameters and the shards that they are made from. An update raises the shards' versions."""
+        """Return the copy's parameters and their shards, whose versions an update increments."""
         return [*super().parameters(), *self.source.parameters()]
 
     def gather(self, keep: bool = False) -> "Gathered":
-        """Hold the whole weights while a context manager is open. All ranks must open it together.
+        """Gather the weights for a context. All ranks must enter it together.
 
-        Where one is open already, this does nothing and sends nothing, so ranks need not agree on calls inside of it.
+        A nested context does nothing and communicates nothing, so ranks may nest it differently.
         """
         self.keep |= keep
         return Gathered(self)
@@ -89,34 +89,34 @@ class WholeCopy(Policy):
             self.module.get_parameter(name).copy_(weight)
 
     def free(self) -> None:
-        """Free the weights. Their shapes stay, and reading one gives NaN."""
+        """Free the weights. Their shapes stay, and their values are NaN."""
         for parameter in self.own:
             parameter.data = _nothing(parameter)
         self.held = False
 
 
 def _nothing(like, dtype=None):
-    """Make a tensor of the same shape that takes no memory: it is NaN everywhere."""
+    """Return a tensor of NaNs of the same shape that takes no memory."""
     return torch.full((), torch.nan, dtype=dtype or like.dtype, device=like.device).expand(like.shape)
 
 
 def check_torch() -> None:
-    """Refuse a version of torch that cannot shard every model."""
+    """Raise if torch is too old to shard every model."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise ValueError(
-            f"parallel=fsdp2 needs torch 2.13 or newer, and this is {torch.__version__}; upgrade torch, or take "
+            f"parallel=fsdp2 needs torch 2.13 or newer, but {torch.__version__} is installed; upgrade torch, or use "
             "--parallel ddp"
         )
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor that may be sharded."""
+    """Return this rank's shard, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a value into a tensor that may be sharded. Nothing is sent: each rank cuts out its own part."""
+    """Copy a value into a tensor that may be sharded. Each rank takes its own shard, without communication."""
     if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
         value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
     local(tensor).copy_(local(value))
@@ -124,14 +124,14 @@ def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How weights are sharded.
+    """Settings of the sharding.
 
     Attributes:
-        mesh: The ranks, one-dimensional.
-        device: Where this rank computes.
-        dtype: The dtype that passes compute in.
-        reshard_after_forward: Whether a layer's whole weights are freed after its forward pass.
-        cpu_offload: Whether the parts lie in host memory.
+        mesh: One-dimensional mesh of the ranks.
+        device: Device of this rank.
+        dtype: Compute dtype.
+        reshard_after_forward: Whether a layer's gathered weights are freed after its forward pass.
+        cpu_offload: Whether the shards are in host memory.
         ranks: The ranks.
     """
 
@@ -143,8 +143,8 @@ class ShardLayout:
     ranks: Ranks
 
     def apply(self, unit: torch.nn.Module, ignored: set[torch.nn.Parameter], root: bool = False) -> None:
-        """Shard what a module holds, except for what modules inside of it hold that are sharded already."""
-        for parameter in unit.parameters():  # parts of trained weights are the optimizer's masters
+        """Shard the parameters of a module, except those of inner modules that are already sharded."""
+        for parameter in unit.parameters():  # shards of trained weights are the optimizer's masters
             if parameter.requires_grad and parameter not in ignored and parameter.dtype.itemsize < 4:
                 parameter.data = parameter.data.float()
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.cpu_offload else OffloadPolicy()
@@ -152,15 +152,15 @@ class ShardLayout:
             unit,
             mesh=self.mesh,
             reshard_after_forward=None if root else self.reshard_after_forward,
-            # What comes into a layer keeps its dtype, as in one process.
+            # Inputs of a layer keep their dtype, as in one process.
             mp_policy=MixedPrecisionPolicy(self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
             offload_policy=offload,
             ignored_params=ignored,
         )
-        # A loss is a sum over the tokens of all ranks: gradients are added up, and not averaged as torch would.
+        # The loss is a sum over the tokens of all ranks, so gradients are summed, not averaged.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-        # An expert that has no token on one rank gets a gradient of zeros there, as the other ranks wait for it.
+        # An expert without tokens on this rank gets a gradient of zeros, because the reduction is collective.
         unit.set_reduce_scatter_unused_params(True)
 
 
@@ -173,8 +173,8 @@ def shard(
     if others:
         name, kept = next(iter(others.items()))
         raise ValueError(
-            f"parallel=fsdp2 computes in one dtype, here {dtype}, but {type(policy.module).__name__} keeps "
-            f"{len(others)} weights in another one ({name} in {kept}, ...); take --dtype float32, or --parallel ddp"
+            f"parallel=fsdp2 needs one dtype, here {dtype}, but {type(policy.module).__name__} has {len(others)} "
+            f"weights in another one ({name} in {kept}, ...); use --dtype float32, or --parallel ddp"
         )
     mesh = init_device_mesh(policy.device.type, (ranks.size,))
     layout = ShardLayout(mesh, policy.device, dtype, reshard_after_forward, cpu_offload, ranks)
@@ -184,7 +184,7 @@ def shard(
 
 
 class _Root(torch.nn.Module):
-    """The outermost sharded module: embedding, norm and head are whole while it computes whatever it is given."""
+    """The outermost sharded module: embedding, norm and head are gathered during its forward, which calls `compute`."""
 
     def __init__(self, module):
         super().__init__()
@@ -195,10 +195,9 @@ class _Root(torch.nn.Module):
 
 
 class ShardedPolicy(Policy):
-    """A policy whose weights are sharded over the ranks. `shard` makes it.
+    """A policy whose weights are sharded over the ranks, created by `shard`.
 
-    Head, states and what is computed with them work only inside of `within`. Outside of it, the parameters of the
-    module are the parts, as DTensors.
+    Head and states can be used only inside `within`. Outside, the parameters of the module are shards, as DTensors.
     """
 
     lockstep = True
@@ -207,8 +206,8 @@ class ShardedPolicy(Policy):
     def __init__(self, policy: Policy, layout: ShardLayout, whole: WholeCopy | None = None) -> None:
         super().__init__(policy.module, policy.own_attention, policy.grouped)
         self.layout, self.whole, self.inside, self.root = layout, whole, False, _Root(self.module)
-        self.exported, self.pins = {}, True  # name -> host memory of a whole weight, kept; whether it can be pinned
-        self.units = [*_layers(self.module), (self.root, [])]  # each with the names of the parameters that it holds
+        self.exported, self.pins = {}, True  # name -> host buffer of a gathered weight; whether it can be pinned
+        self.units = [*_layers(self.module), (self.root, [])]  # each with the names of its parameters
         adapters = {parameter for name, parameter in self.module.named_parameters() if ADAPTER in name}
         for unit, _ in self.units:
             layout.apply(unit, adapters, root=unit is self.root)
@@ -218,29 +217,28 @@ class ShardedPolicy(Policy):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes. Parts may lie in host memory."""
+        """The compute device of this rank. Shards may be in host memory."""
         return self.layout.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that passes compute in. The parts of trained weights are in fp32."""
+        """The compute dtype. Shards of trained weights are fp32."""
         return self.layout.dtype
 
     @property
     def for_rollouts(self) -> Policy:
-        """The whole copy, which holds the weights while its `gather` is open."""
+        """The unsharded copy, which has the weights within the context of its `gather`."""
         assert self.whole is not None, "a frozen reference draws nothing"
         return self.whole
 
     def gather(self, keep: bool = False) -> Gathered:
-        """Provide the whole weights in `for_rollouts`, see `WholeCopy.gather`. All ranks must call it."""
+        """Gather the weights in `for_rollouts`, see `WholeCopy.gather`. All ranks must call it."""
         return self.for_rollouts.gather(keep)
 
     def within(self, compute: Callable[[], Result]) -> Result:
         """Run a computation that reads the weights. All ranks must call this equally often, in the same order.
 
-        A call inside of such a computation just runs what it is given. What it returns must not be a whole weight,
-        which is freed afterwards.
+        A nested call just runs the computation. The result must not be a gathered weight, which is freed afterwards.
         """
         if self.inside:
             return compute()
@@ -249,15 +247,15 @@ class ShardedPolicy(Policy):
             result = self.root(compute)
         finally:
             self.inside = False
-        if not torch.is_grad_enabled():  # no backward pass will free what is whole
-            self.root.reset_iter_state()  # frees the weights, and what torch notes of each pass
+        if not torch.is_grad_enabled():  # no backward pass will free the gathered weights
+            self.root.reset_iter_state()  # frees the weights, and torch's state of the pass
         return result
 
     @torch.no_grad()
     def alike(self, copy: Policy) -> "ShardedPolicy":
-        """Shard a copy of this policy as this policy is sharded, and give it this policy's weights.
+        """Shard a copy of this policy in the same way, and copy the weights.
 
-        Each rank copies its own parts, and nothing is sent.
+        Each rank copies its own shards, without communication.
         """
         sharded = ShardedPolicy(copy, self.layout)
         for part, mine in zip(sharded.module.parameters(), self.module.parameters(), strict=True):
@@ -266,9 +264,9 @@ class ShardedPolicy(Policy):
 
     @torch.no_grad()
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Provide what is sharded one by one, whole, in the dtype that passes compute in.
+        """Yield the sharded weights one by one, gathered, in the compute dtype.
 
-        All ranks must call it and take everything.
+        All ranks must call this and exhaust the iterator.
         """
         self.layout.ranks.meet("whole weights")
         for unit, names in self.units:
@@ -281,14 +279,14 @@ class ShardedPolicy(Policy):
                 unit.reshard()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Collect what `state_dict` of the whole policy would return, layer by layer. All ranks must call it."""
+        """Return the `state_dict` of the unsharded policy on rank 0, gathered by layer. All ranks must call it."""
         lead, mine, whole = self.layout.ranks.lead, self.state_dict(), {}
         if any(isinstance(value, DTensor) for value in mine.values()):
             for name, value in self.whole_parameters():
                 if lead:
                     whole[name] = self._export(name, value)
             if lead and self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()  # the copies are complete
+                torch.cuda.current_stream(self.device).synchronize()  # wait for the copies
         if not lead:
             return {}
         first = {}  # a tied weight has several names and is gathered under the first one
@@ -297,25 +295,25 @@ class ShardedPolicy(Policy):
         return {n: whole[n] if isinstance(value, DTensor) else value.to("cpu", copy=True) for n, value in mine.items()}
 
     def _export(self, name, value):
-        """Start to copy a whole weight into its host memory. The GPU frees it after that, as it works in order."""
+        """Start to copy a gathered weight to its host buffer. The GPU frees it after the copy, in stream order."""
         if name not in self.exported:
             self.exported[name] = self._host_memory(value)
         return self.exported[name].copy_(value, non_blocking=True)
 
     def _host_memory(self, like):
-        """Allocate host memory for a copy: pinned as long as that works, to which a GPU copies much faster."""
+        """Allocate host memory, pinned if possible, because a GPU copies to it much faster."""
         if like.is_cuda and self.pins:
             try:
                 return torch.empty_like(like, device="cpu", pin_memory=True)
             except RuntimeError as error:
                 self.pins = False
                 reason = str(error).partition("\n")[0]
-                logger.warning("no memory can be pinned for exported weights: GPUs wait longer for a save (%s)", reason)
+                logger.warning("cannot pin memory for exported weights, so saving takes longer (%s)", reason)
         return torch.empty_like(like, device="cpu")
 
 
 def _layers(module):
-    """List the layers, inner ones first, each with the names of the parameters in it that are to be sharded."""
+    """Return the layers, inner ones first, each with the names of its parameters to shard."""
     layers, taken = [], set()
     for prefix, layer in reversed(list(module.named_modules())):
         if isinstance(layer, GradientCheckpointingLayer):

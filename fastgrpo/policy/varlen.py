@@ -1,4 +1,4 @@
-"""Attention over packed sequences, forward and backward, by the fastest kernel that is installed.
+"""Attention over packed sequences, forward and backward, with the fastest installed kernel.
 
 The softmax over two sets of keys a and b is exactly the merge of two attentions by their log-sum-exps:
 
@@ -9,12 +9,12 @@ The backward pass over either set needs only the merged output and log-sum-exp, 
 
     dv = P^T dout        dS = P * (dout v^T - D)        dq = scale dS k        dk = scale dS^T q
 
-This is why every `AttentionKernel` returns its log-sum-exp, and why its backward pass takes the output and the
-log-sum-exp of the whole softmax.
+So every `AttentionKernel` returns its log-sum-exp, and its backward pass takes the output and the log-sum-exp of the
+whole softmax.
 
-flash-attn and PyTorch read packed tokens. Elsewhere sequences of similar length share a bucket, padded to the longest
-of it (`PaddedAttention`): many short sequences are one bucket, and a long sequence stands nearly alone. A bucket is
-computed by PyTorch's FlashAttention for CPUs, or by plain matrix products, some queries at a time.
+On GPUs, flash-attn and PyTorch read packed tokens. Otherwise sequences of similar length share a bucket, padded to its
+longest (`PaddedAttention`). PyTorch's FlashAttention for CPUs computes a bucket, or plain matrix products, some queries
+at a time.
 
 Shapes: N packed query tokens, M packed key tokens, S sequences, H query heads, K key heads (H is a multiple of K),
 d head width. In a bucket, S counts only its sequences, with T padded queries and U padded keys each. A "place" is one
@@ -36,20 +36,20 @@ from fastgrpo.policy.device import package_obstacle
 
 logger = logging.getLogger(__name__)
 
-WASTE = 1.25  # the scores that a bucket computes may be this many times those that count,
-SPARE = 2**17  # plus this many, because one more bucket costs about as much as so many scores
+WASTE = 1.25  # maximum ratio of computed scores to needed scores in a bucket,
+SPARE = 2**17  # plus this many scores, which cost about as much as another bucket
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length, padded to the longest of them. A padded place repeats the sequence's last token.
+    """Sequences of similar length, padded to the longest one. A padded place repeats the sequence's last token.
 
     Attributes:
         size: S, the number of sequences.
         queries: [S * T] int64. Index of the packed query at each place.
         keys: [S * U] int64. Index of the packed key at each place.
-        unused: int64 places of the queries that are padding, or None if there are none.
-        bias: [S, 1, 1, U] fp32, -inf at keys that are padding and 0 elsewhere, or None if no query would see padding.
+        unused: int64 places of padded queries, or None if there are none.
+        bias: [S, 1, 1, U] fp32, -inf at padded keys and 0 elsewhere, or None if no query attends to padding.
     """
 
     size: int
@@ -66,8 +66,7 @@ class Bucket:
 class Buckets:
     """The layout of packed sequences in buckets of similar length.
 
-    `place_q` [N] and `place_k` [M] tell at which place of all buckets, one after another, each packed query and key
-    stands.
+    `place_q` [N] and `place_k` [M] are the places of the packed queries and keys in the concatenated buckets.
     """
 
     def __init__(self, queries: list[int], keys: list[int], device: torch.device | str, causal: bool) -> None:
@@ -93,7 +92,7 @@ class Buckets:
 
     @staticmethod
     def _similar(queries, keys):
-        """Sort the sequences into buckets; returns the numbers of each bucket's sequences."""
+        """Sort the sequences into buckets, and return the indices of each bucket's sequences."""
         buckets, width, height, scores = [], 0, 0, 0
         for i in sorted(range(len(queries)), key=lambda i: (keys[i], queries[i])):
             width, height, scores = max(width, queries[i]), max(height, keys[i]), scores + queries[i] * keys[i]
@@ -137,22 +136,22 @@ class Segments:
 
     @cached_property
     def cu_seqlens_q(self) -> torch.Tensor:
-        """Where each sequence's queries begin and the last ones end: [S+1] int32 on the device."""
+        """The start of each sequence's queries and the end of the last: [S+1] int32 on the device."""
         return self._bounds(self.queries)
 
     @cached_property
     def cu_seqlens_k(self) -> torch.Tensor:
-        """Where each sequence's keys begin and the last ones end: [S+1] int32 on the device."""
+        """The start of each sequence's keys and the end of the last: [S+1] int32 on the device."""
         return self.cu_seqlens_q if self.causal else self._bounds(self.keys)
 
     @cached_property
     def buckets(self) -> Buckets:
-        """The layout by sequence for kernels that cannot read packed tokens."""
+        """The layout in buckets, for kernels that do not support packed tokens."""
         return Buckets(self.queries, self.keys, self.device, self.causal)
 
 
 class AttentionKernel(ABC):
-    """What computes attention over packed sequences. The log calls it by its `name`."""
+    """Computes attention over packed sequences. `name` is its name in the log."""
 
     name: str
 
@@ -170,19 +169,19 @@ class AttentionKernel(ABC):
     def backward(self, grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                  out: torch.Tensor, lse: torch.Tensor, segments: Segments,
                  scale: float) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """Compute the gradients of query, key and value that pass through these keys, by the module's formulas.
+        """Compute the gradients of query, key and value through these keys, by the module's formulas.
 
-        `out` [N, H, d] and `lse` [H, N] are those of the whole softmax, over these keys and all others.
+        `out` [N, H, d] and `lse` [H, N] belong to the whole softmax, over these keys and all others.
         """
 
 
-SCORES_AT_ONCE = 2**26  # scores that plain matrix products hold at once: 256 MiB in fp32
+SCORES_AT_ONCE = 2**26  # maximum scores in memory with plain matrix products: 256 MiB in fp32
 
 
 def lay_out(
     tensor: torch.Tensor, tokens: torch.Tensor, size: int, heads: int, zero: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Copy packed tokens [N, K, d] to their places in a bucket; returns [S, H, T, d].
+    """Copy packed tokens [N, K, d] to their places in a bucket, and return [S, H, T, d].
 
     Each key head is repeated for the query heads that share it. The places `zero` are set to 0.
     """
@@ -200,15 +199,15 @@ def collect(parts: list[torch.Tensor], places: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(*tensors):
-    """Cast 16-bit tensors to fp32; fp32 and fp64 stay."""
+    """Cast 16-bit tensors to fp32."""
     return tuple(tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors)
 
 
 class PaddedAttention(AttentionKernel):
-    """Lays the sequences out in buckets and calls a kernel of padded sequences on each bucket.
+    """Lays sequences out in buckets, and calls a kernel for padded sequences on each bucket.
 
-    16-bit tensors are computed in fp32. PyTorch's FlashAttention for CPUs takes two to three times as long for bf16
-    where the CPU has no AMX, and plain products would round the scores.
+    16-bit tensors are computed in fp32. PyTorch's FlashAttention for CPUs takes two to three times as long for bf16 on
+    CPUs without AMX, and plain products would round the scores.
     """
 
     def __init__(self, name: str) -> None:
@@ -249,30 +248,29 @@ class PaddedAttention(AttentionKernel):
 
 
 # The kernels of a bucket, in fp32 or fp64. Shapes: q, out and dout [S, H, T, d], k and v [S, H, U, d], lse [S, H, T],
-# bias [S, 1, 1, U] or None. The backward passes take out and lse of the whole softmax and return the gradients of q, k
-# and v.
+# bias [S, 1, 1, U] or None. The backward passes take out and lse of the whole softmax, and return dq, dk and dv.
 
 
 def _cpu_forward(q, k, v, bias, causal, scale):
-    """Return out and lse, by PyTorch's FlashAttention for CPUs."""
+    """Return out and lse with PyTorch's FlashAttention for CPUs."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
 
 
 def _cpu_backward(dout, q, k, v, out, lse, bias, causal, scale):
-    """Return the gradients, by PyTorch's FlashAttention for CPUs."""
+    """Return the gradients with PyTorch's FlashAttention for CPUs."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
 
 
 def _blocks(q, k):
-    """Split the queries into slices whose scores are few enough to be held at once."""
+    """Split the queries into slices of at most `SCORES_AT_ONCE` scores."""
     step = max(1, SCORES_AT_ONCE // (q.shape[0] * q.shape[1] * k.shape[2]))
     return [slice(start, start + step) for start in range(0, q.shape[2], step)]
 
 
 def _scores(q, k, block, bias, causal, scale):
-    """Return the scores of a block of the queries to all U keys, -inf where a key is hidden from a query."""
+    """Return the scores of a block of queries and all U keys, -inf where masked."""
     scores = q[:, :, block].mul(scale) @ k.transpose(-1, -2)
     if bias is not None:
         scores += bias
@@ -283,7 +281,7 @@ def _scores(q, k, block, bias, causal, scale):
 
 
 def _math_forward(q, k, v, bias, causal, scale):
-    """Return out and lse, by matrix products."""
+    """Return out and lse with matrix products."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
     for block in _blocks(q, k):
         scores = _scores(q, k, block, bias, causal, scale)
@@ -293,7 +291,7 @@ def _math_forward(q, k, v, bias, causal, scale):
 
 
 def _math_backward(dout, q, k, v, out, lse, bias, causal, scale):
-    """Return the gradients by the formulas of varlen.py, as matrix products."""
+    """Return the gradients with matrix products, by the module's formulas."""
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     mean = (dout * out).sum(-1, keepdim=True)  # D
     for block in _blocks(q, k):
@@ -308,14 +306,14 @@ def _math_backward(dout, q, k, v, out, lse, bias, causal, scale):
 KERNELS = {"cpu": (_cpu_forward, _cpu_backward), "math": (_math_forward, _math_backward)}
 
 
-FLASH_ATTN = "flash_attn.flash_attn_interface"  # the module of flash-attn that we call
+FLASH_ATTN = "flash_attn.flash_attn_interface"  # the module of flash-attn with the functions used here
 HALF = (torch.float16, torch.bfloat16)
 
 
 class VarlenAttention(torch.autograd.Function):
-    """Attention of packed queries [N, H, d] over the keys [M, K, d] of one or several parts, as one softmax.
+    """Attention of packed queries [N, H, d] over the keys [M, K, d] of one or more parts, as one softmax.
 
-    The first part covers all queries. Every further part adds keys to some of them.
+    The first part covers all queries. Each further part adds keys for some of them.
     """
 
     @staticmethod
@@ -353,7 +351,7 @@ def part_of(
 
 
 def merge_(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
-    """Merge two attentions of the same queries over different keys, in place of the first."""
+    """Merge two attentions of the same queries over different keys, in place into the first."""
     share = torch.sigmoid(more_lse - lse).T[..., None]  # exp(more_lse - merged)
     out.copy_(torch.lerp(out.to(lse.dtype), more.to(lse.dtype), share))
     lse.copy_(torch.logaddexp(lse, more_lse))
@@ -391,10 +389,10 @@ class FlashAttn(AttentionKernel):
 
 
 class TorchFlash(AttentionKernel):
-    """The FlashAttention that is built into PyTorch, for the same GPUs.
+    """PyTorch's built-in FlashAttention, for the same GPUs.
 
-    It calls the operators that `torch.nn.attention.varlen` calls, because that public function offers no backward pass
-    from a merged softmax.
+    It calls the operators behind `torch.nn.attention.varlen`, because the public function has no backward pass for a
+    merged softmax.
     """
 
     name = "torch"
