@@ -44,10 +44,10 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, id=f"{row['reader']} {i + 2}") for i, row in enumerate(EXAMPLES) if row["reader"] in READERS],
-)
+ROWS = [pytest.param(row, id=f"{row['reader']} {i + 2}") for i, row in enumerate(EXAMPLES) if row["reader"] in READERS]
+
+
+@pytest.mark.parametrize("row", ROWS)
 def test_examples(row):
     """The number in the name of a case is that of its row in answers.csv."""
     found = READERS[row["reader"]](row["text"], row["reference"])
@@ -164,7 +164,7 @@ def test_no_text_is_slow():
     assert run.stdout.endswith("done\n"), run.stdout[-100:] + run.stderr
 
 
-def test_math_verify_is_imported_by_its_own_process_alone(tmp_path):
+def test_math_verify_is_imported_only_by_its_own_process():
     code = r"""
 import sys
 from fastgrpo.rewards.answers import answers_match
@@ -172,11 +172,6 @@ assert answers_match(r"\boxed{\sqrt{8} + x, x^2}", r"x^2, x + 2\sqrt{2}") is Tru
 print([name for name in ("sympy", "math_verify", "antlr4", "torch") if name in sys.modules])
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"
-    tmp_path.joinpath("math_verify.py").write_text("raise ImportError")
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    )
-    assert run.returncode == 1 and "pip install 'fastgrpo[train]'" in run.stderr
 
 
 def test_a_killed_process_is_replaced():

@@ -184,12 +184,6 @@ def test_a_bad_result_is_a_failure_of_its_function(result):
     assert rewards[:, 1].tolist() == [1.0, 1.0] and rewards[:, 0].isnan().sum() == skipping.errors["reward"] > 0
 
 
-def test_no_reward_at_all_is_refused():
-    with pytest.raises(ValueError, match="all rewards are None"):
-        call(Rewards([returns([None, None])]))
-    assert call(Rewards([returns([None, None])], on_error="skip")).isnan().all()
-
-
 def test_an_exception_is_named_with_its_place_and_sample():
     def reward(completions, **columns):
         return [columns["solution"]]

@@ -11,18 +11,23 @@ import torch
 from fastgrpo.rewards.guard import Failure, attempt, awaited, modes_kept
 from fastgrpo.rewards.values import Logs
 
+held = []  # torch would leave inference mode where the guard of the mode is lost
+MODES = {  # how each is read, and how a function may change it
+    "folder": (lambda: os.stat(".").st_ino, lambda: os.chdir("/")),
+    "gradients": (torch.is_grad_enabled, lambda: torch.set_grad_enabled(False)),
+    "inference": (
+        torch.is_inference_mode_enabled, lambda: (held.append(torch.inference_mode()), held[-1].__enter__())
+    ),
+    "autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda: torch.autocast("cpu").__enter__()),
+    "dtype": (torch.get_default_dtype, lambda: torch.set_default_dtype(torch.float64)),
+    "device": (torch.get_default_device, lambda: torch.set_default_device("meta")),
+    "threads": (torch.get_num_threads, lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
+    "deterministic": (torch.get_deterministic_debug_mode, lambda: torch.use_deterministic_algorithms(False)),
+}  # fmt: skip
+
 
 def modes():
-    return {
-        "folder": os.stat(".").st_ino,
-        "gradients": torch.is_grad_enabled(),
-        "inference": torch.is_inference_mode_enabled(),
-        "autocast": torch.is_autocast_enabled("cpu"),
-        "dtype": torch.get_default_dtype(),
-        "device": torch.get_default_device(),
-        "threads": torch.get_num_threads(),
-        "deterministic": torch.get_deterministic_debug_mode(),  # 1 in these tests: it warns
-    }
+    return {name: read() for name, (read, _) in MODES.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -35,27 +40,14 @@ def nothing_changes(tmp_path, monkeypatch):
     assert after == before
 
 
-held = []  # torch would leave inference mode where the guard of the mode is lost
-CHANGES = {
-    "folder": lambda: os.chdir("/"),
-    "gradients": lambda: torch.set_grad_enabled(False),
-    "inference": lambda: (held.append(torch.inference_mode()), held[-1].__enter__()),
-    "autocast": lambda: torch.autocast("cpu").__enter__(),
-    "dtype": lambda: torch.set_default_dtype(torch.float64),
-    "device": lambda: torch.set_default_device("meta"),
-    "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
-    "deterministic": lambda: torch.use_deterministic_algorithms(False),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_modes_are_put_back(name):
+@pytest.mark.parametrize("read, change", MODES.values(), ids=MODES)
+def test_modes_are_put_back(read, change):
     changed = []
 
     def call():
-        before = modes()[name]
-        CHANGES[name]()
-        changed.append(modes()[name] != before)
+        before = read()
+        change()
+        changed.append(read() != before)
         raise SystemExit
 
     assert isinstance(attempt(call), Failure) and changed == [True]  # the fixture looks at what it is now

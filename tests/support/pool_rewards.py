@@ -24,23 +24,14 @@ def length(prompts, completions, completion_ids, answer, trainer_state, log_metr
 def verdicts(completions, log_metric, **_):
     """Gives no verdict, raises, or returns what is none."""
     match completions[0]:
-        case "none":
-            return [None]
         case "raise":
             raise KeyError("no such thing")
         case "exit":
             sys.exit(3)
-        case "many":
-            return [1.0, 2.0]
-        case "nan":
-            return [float("nan")]
-        case "word":
-            return "1"
-        case "local":
-            return [lambda: 1]
         case "log":
             log_metric("reward", 1.0)
-    return [1.0] * len(completions)
+    odd = {"none": [None], "many": [1.0, 2.0], "nan": [float("nan")], "word": "1", "local": [lambda: 1]}
+    return odd.get(completions[0], [1.0] * len(completions))
 
 
 def endless(completions, **_):

@@ -1,10 +1,10 @@
 """The contextual bandit: preferences, reward model, rewards, and (slow) its bars."""
 
-import json
 from collections import Counter
 
 import pytest
 import torch
+from resumed import lines
 
 from fastgrpo.evaluate import main as evaluate
 from fastgrpo.rewards.values import Logs
@@ -67,7 +67,7 @@ def test_rewards():
 def ran(path, *flags):
     """The lines of metrics.jsonl of a run."""
     assert main(["--task", "bandit", "--output_dir", str(path), *flags]) == 0
-    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return lines(path)
 
 
 def test_a_run_is_resumed_and_evaluated_with_its_own_reward_model(tmp_path, monkeypatch, without_curves):
@@ -83,9 +83,9 @@ def test_a_run_is_resumed_and_evaluated_with_its_own_reward_model(tmp_path, monk
     judged = [[row["reward"] for row in rows if "reward" in row] for rows in (whole, resumed)]
     assert judged[0] == judged[1] and len(judged[0]) == 3
     models = [str(tmp_path / name) for name in ("warm-start", "checkpoint-1")]
-    output = tmp_path / "judged.jsonl"
-    assert evaluate([*models, "--task", "bandit", "--eval_num_generations", "8", "--output", str(output)]) == 0
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    output = str(tmp_path / "judged.jsonl")
+    assert evaluate([*models, "--task", "bandit", "--eval_num_generations", "8", "--output", output]) == 0
+    rows = lines(tmp_path, "judged.jsonl")
     judge, drawn = bandit.learned_reward(3), [[row[name] for row in rows] for name in ("prompt", "completion")]
     assert len(rows) == 2 * 5 * 9 and {row["model"] for row in rows} == set(models)
     assert [row["rewards"]["learned_reward"] for row in rows] == judge(*drawn, lambda *_: None)

@@ -1,9 +1,9 @@
 """A character model that learns to like pizza: its sentences, its reward, its checkpoints, and (slow) its bars."""
 
-import json
 from collections import Counter
 
 import pytest
+from resumed import lines
 
 from fastgrpo.config.settings import TrainConfig
 from fastgrpo.evaluate import main as evaluate
@@ -31,16 +31,14 @@ def test_only_pizza_at_the_end_is_rewarded_and_metrics_exist_for_the_picture():
 
 def reloaded(run, step, *flags):
     """The share of pizza among the draws of a checkpoint, which the command of evaluation loads."""
-    output = run / f"drawn-{step}.jsonl"
-    assert evaluate([str(run / f"checkpoint-{step}"), "--task", "pizza", "--output", str(output), *flags]) == 0
-    drawn = [json.loads(line) for line in output.read_text().splitlines()]
-    right = [row["right"] for row in drawn if row["draw"] != "greedy"]
+    output = f"drawn-{step}.jsonl"
+    assert evaluate([str(run / f"checkpoint-{step}"), "--task", "pizza", "--output", str(run / output), *flags]) == 0
+    right = [row["right"] for row in lines(run, output) if row["draw"] != "greedy"]
     return sum(right) / len(right)
 
 
 def shares(run):
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row["eval/pass@1"] for row in rows if "eval/pass@1" in row]
+    return [row["eval/pass@1"] for row in lines(run) if "eval/pass@1" in row]
 
 
 def test_a_checkpoint_that_is_loaded_again_has_the_share_of_the_run(tmp_path, monkeypatch, without_curves):

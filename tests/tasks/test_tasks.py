@@ -7,6 +7,7 @@ import pytest
 import tiny
 from jails import needs_namespaces
 from paths import DATA
+from resumed import lines
 from transformers import AutoTokenizer
 
 from fastgrpo.config.recipe import parse
@@ -22,16 +23,10 @@ SAMPLE = DATA / "gsm8k-64.jsonl"
 WHOLE = os.environ.get("FASTGRPO_GSM8K")
 
 
-def lines(path):
-    text = path.read_text()
-    return [json.loads(line) for line in ([text] if path.suffix == ".json" else text.splitlines())]
-
-
 def trained(folder, flags):
     """The metrics, the samples and the summary of a run."""
     assert main(f"--output_dir {folder} --device cpu --logging_steps 1 {flags}".split()) == 0
-    rows, samples, (summary,) = (lines(folder / name) for name in ("metrics.jsonl", "samples.jsonl", "summary.json"))
-    return rows, samples, summary
+    return lines(folder), lines(folder, "samples.jsonl"), json.loads((folder / "summary.json").read_text())
 
 
 @pytest.mark.parametrize("task, flags, metrics", [

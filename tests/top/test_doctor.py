@@ -17,8 +17,7 @@ def test_the_tables(tmp_path, capsys):
     path = str(tiny.save(tmp_path / "model"))
     assert doctor.main(["--model", path, "--beta", "0.04", "--num_generations", "16", "--dtype", "bfloat16"]) == 0
     out = capsys.readouterr().out
-    for name in ("torch", "transformers", "triton", "kernels", "attention", f"memory of {path} in bfloat16", "policy",
-                 "gradients", "optimizer", "a copy of the policy", "keys and values", "head", "in all"):  # fmt: skip
+    for name in ("triton", "kernels", f"memory of {path} in bfloat16", "a copy of the policy", "in all"):
         assert name in out, name
     assert torch.__version__ in out and re.search("attention in rollouts +products", out)
 
@@ -72,8 +71,7 @@ def test_reward_models_are_planned_by_their_configs(tmp_path):
 
 def test_a_model_whose_memory_cannot_be_computed_is_named(tmp_path):
     MambaConfig(vocab_size=64, hidden_size=32).save_pretrained(tmp_path)
-    told = doctor.memory(["--model_name_or_path", str(tmp_path), "--device", "cpu"])
-    assert "cannot be computed: the model has no num_attention_heads" in told
+    assert "no num_attention_heads" in doctor.memory(["--model_name_or_path", str(tmp_path), "--device", "cpu"])
 
 
 @pytest.mark.slow

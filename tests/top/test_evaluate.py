@@ -204,7 +204,6 @@ def test_an_error_leaves_no_empty_file_that_would_stop_the_next_attempt(tmp_path
 def test_unstated_flags_are_the_tasks():
     assert parse(["m", "--task", "arithmetic"]).max_completion_length == 28
     assert parse(["m", "--task", "arithmetic", "--max_completion_length", "5"]).max_completion_length == 5
-    assert parse(["m", "--task=gsm8k"]).max_completion_length == 512
     assert parse(["m", "--task=bandit"]).reward_funcs == ("learned_reward",)
     pizza = parse(["m", "--task=pizza", "--eval_num_generations", "999"])
     assert (pizza.max_num_seqs, pizza.eval_num_generations) == (1000, 999)

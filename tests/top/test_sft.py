@@ -5,6 +5,7 @@ import json
 import pytest
 import tiny
 from mistakes import check
+from resumed import lines
 
 from fastgrpo import sft
 from fastgrpo.run.checkpoint import checkpoints
@@ -23,15 +24,11 @@ def files(tmp_path):
     return tmp_path
 
 
-def rows(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_data_set_is_learned_and_its_held_out_rows_are_measured(files, capfd):
     run = files / "run"
     given = f"--task dataset --dataset_name {files} --model_name_or_path {files / 'model'} --output_dir {run}".split()
     assert sft.main([*given, *SHORT]) == 0
-    assert [row["step"] for row in rows(run) if "eval/loss" in row] == [0, 2]
+    assert [row["step"] for row in lines(run) if "eval/loss" in row] == [0, 2]
     assert "SFT: " in capfd.readouterr().out and list(checkpoints(run)) == [2]
     (files / "train.jsonl").write_text('{"messages": [{"role": "user"}]}\n')
     check(sft.main, [*given, *SHORT, "--overwrite_output_dir", "True"], "train.jsonl:1: the messages have no", capfd)
@@ -41,7 +38,7 @@ def test_the_embedded_task_begins_with_random_weights_and_another_file_replaces_
     run = files / "run"
     (files / "mine.jsonl").write_text('{"prompt": "11+22=", "completion": "1+2=3 1+2=3 33"}\n')
     assert sft.main([*SHORT, "--output_dir", str(run), "--train_file", str(files / "mine.jsonl")]) == 0
-    first, last = (row for row in rows(run) if "eval/accuracy" in row)
+    first, last = (row for row in lines(run) if "eval/accuracy" in row)
     assert first["eval/accuracy"] == 0.0 and "eval/format_rate" in last and "of 1 rows" in capfd.readouterr().out
     state = json.loads((run / "checkpoint-2" / "trainer_state.json").read_text())
     assert (state["rows"], state["command"]) == (1, "sft")
@@ -54,4 +51,4 @@ def test_a_task_alone_has_its_own_recipe(files, task, monkeypatch):
     monkeypatch.setitem(bandit.WARM_START, "steps", 20)  # so many batches of rows are drawn
     few = ["--max_steps", "2", "--batch_size", "4", "--eval_num_generations", "2", "--device", "cpu"]
     assert sft.main(["--task", task, "--output_dir", str(files / "run"), *few]) == 0
-    assert [row["step"] for row in rows(files / "run") if "eval/pass@1" in row] == [0, 2]
+    assert [row["step"] for row in lines(files / "run") if "eval/pass@1" in row] == [0, 2]
