@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from objective_cases import CASES, EVERY, LOSS_TYPES, OWN_CASES, SAMPLER_CASES
+from objective_cases import CASES, EVERY, LOSS_TYPES, SAMPLER_CASES
 from oracle import assert_close, padded_case, run, set_chunk, truth
 
 from fastgrpo import Objective, grpo_loss, linear_grpo_loss, logits_grpo_loss
@@ -20,7 +20,9 @@ def batch(name, old=True):
     return case if name in SAMPLER_CASES else replace(case, sampler_logps=None)
 
 
-def check_against_reference(monkeypatch, name, old):
+@pytest.mark.parametrize("old", [True, False], ids=["old", "first-update"])
+@pytest.mark.parametrize("name", EVERY)
+def test_equals_the_reference(monkeypatch, name, old):
     case, knobs = batch(name, old), EVERY[name]
     loss, logps, _, gradients = truth(case, num_items_in_batch=ITEMS, **knobs)
     poisoned = case.poisoned()
@@ -34,18 +36,6 @@ def check_against_reference(monkeypatch, name, old):
         metrics = truth(case, rows=out.active.flatten().nonzero()[:, 0], num_items_in_batch=ITEMS, **knobs)[2]
         for metric, value in metrics.items():  # the reference's shares of clipped tokens are fp32 means
             assert_close(out.metrics[metric], value, 1e-6 if "clip_ratio" in metric else EXACT)
-
-
-@pytest.mark.parametrize("old", [True, False], ids=["old", "first-update"])
-@pytest.mark.parametrize("name", CASES | OWN_CASES)
-def test_equals_the_reference(monkeypatch, name, old):
-    check_against_reference(monkeypatch, name, old)
-
-
-@pytest.mark.parametrize("old", [True, False], ids=["old", "first-update"])
-@pytest.mark.parametrize("name", SAMPLER_CASES)
-def test_equals_the_reference_with_a_sampler(monkeypatch, name, old):
-    check_against_reference(monkeypatch, name, old)
 
 
 @pytest.mark.parametrize("name", EVERY)

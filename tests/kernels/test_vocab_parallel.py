@@ -115,9 +115,6 @@ def check(group, sizes, dtype, tolerance):
 def check_errors(group, sizes):
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     head, rest = problem(DTYPE)
-    empty = {**head, "weight": head["weight"][: 0 if rank else V], "bias": None}
-    with pytest.raises(ValueError, match="at least one row on every rank of process_group"):
-        linear_logprob(**empty, targets=rest["targets"], process_group=group, backend=BACKEND)
     half = {**head, "weight": head["weight"][:5], "bias": None}
     with pytest.raises(ValueError, match=rf"targets must be in \[0, {5 * size}\)"):
         linear_grpo_loss(**half, **{**rest, "targets": rest["targets"] + 100}, process_group=group, backend=BACKEND)

@@ -88,9 +88,8 @@ def test_a_model_of_peft_is_refused_and_its_merged_model_taken():
 
 
 def test_rejects_what_is_no_causal_model():
-    for model in (None, torch.nn.Linear(1, 1), 7):
-        with pytest.raises(ValueError, match=f"model is of type {type(model).__name__}"):
-            policy_and_tokenizer(model, None, GRPOConfig(device="cpu"))
+    with pytest.raises(ValueError, match="model is of type Linear"):
+        policy_and_tokenizer(torch.nn.Linear(1, 1), None, GRPOConfig(device="cpu"))
     model = tiny.model()
     with pytest.raises(ValueError, match="Qwen2Model"):
         prepare(model.base_model)

@@ -113,7 +113,8 @@ def test_a_step_that_waits_for_the_device_names_the_remedy(monkeypatch):
 
 def test_no_host_sync_in_a_prefill_and_between_looks():
     model, prompts = model_and_prompts()
-    engine, sampling = RolloutEngine(model, max_num_seqs=96), SamplingParams(max_tokens=60, seed=1)
+    sampling = SamplingParams(max_tokens=60, seed=1, top_k=50, top_p=0.9, min_p=0.01)
+    engine = RolloutEngine(model, max_num_seqs=96)
     engine.generate(prompts, 8, sampling)  # kernels are compiled
     for i, prompt in enumerate(prompts):
         engine.add_request(prompt, 8, sampling, request_id=i)

@@ -67,19 +67,6 @@ def random_decode(members, prompt_lengths, lengths, *, heads, depth, dtype=torch
     return case
 
 
-def lane_attention(case, lane):
-    """Return the output [H, d] of one lane by PyTorch's own attention, in the dtype of the case."""
-    own = slice(case["lengths"][lane].item())
-    keys, values = case["keys"][lane, :, own], case["values"][lane, :, own]
-    for prompt in (case["members"] == lane).any(-1).nonzero()[:, 0].tolist():
-        shared = slice(case["prompt_lengths"][prompt].item())
-        keys = torch.cat([case["prompt_keys"][prompt, :, shared], keys], dim=1)
-        values = torch.cat([case["prompt_values"][prompt, :, shared], values], dim=1)
-    attention = torch.nn.functional.scaled_dot_product_attention
-    query = case["query"][lane, None, :, None]
-    return attention(query, keys[None], values[None], scale=case["scale"], enable_gqa=True)[0, :, 0]
-
-
 def chi_square_score(tokens, row, temperature, filters):
     """Return by how many standard deviations the chi-square of draws from one row [V] exceeds its mean.
 
