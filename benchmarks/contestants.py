@@ -209,7 +209,7 @@ def contest(
     for contestant in contestants if whole else ():
         for name in results.keys() & (contestant.made or {}).get("calls", ()):
             results[name]["peak_bytes"] = contestant.resident
-    values = {name: found for contestant in contestants for name, found in contestant.values.items()}
+    values = {name: found for one in contestants for name, found in one.values.items() if name in results}
     return Contest(results, missing, about, values, lambda name: clocks[name]())
 
 

@@ -184,7 +184,7 @@ def test_every_benchmark_runs_small_and_writes_nothing(tmp_path):
         assert all(f"missing: {peer}: {reason}" in result.stdout for peer, reason in info["missing"].items())
         assert all(len(bar) == 3 and {"value", "met"} < set(bar) for bar in info["bars"].values())
         measured = [row for row in info["rows"] if "missing" not in row]
-        assert measured and all(row.get("ms_p50", 1) > 0 and row.get("peak_mib") != 0 for row in measured), name
+        assert measured and all(row.get("ms_p50", 1) > 0 for row in measured), name
         if "bench_head" in name and not torch.cuda.is_available():  # bf16 there
             errors = [value for row in measured for key, value in row.items() if key.startswith("error_")]
             assert errors and max(errors) < 1e-5
