@@ -1,4 +1,4 @@
-# make train   install what is pinned, then run the embedded example to its end
+# make train   install what is pinned, then run the built-in example to its end
 # make test    the same environment, then the tests
 # make real    a pretrained language model of 135M parameters trains on sums, and is measured on GSM8K
 # make docs    build the documentation site into site/; a broken link or an undocumented public name is an error
@@ -76,7 +76,7 @@ machine-code: $(VENV)/.installed
 liger-tests: $(VENV)/.installed
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m benchmarks.liger_tests -q $(ARGS)
 
-# 500 steps of the embedded example with failing rewards, SIGTERMs and resumes: memory stays flat, no step is lost.
+# 500 steps of the built-in example with failing rewards, SIGTERMs and resumes: memory stays flat, no step is lost.
 soak: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow tests/whole/test_soak.py -s $(ARGS)
 

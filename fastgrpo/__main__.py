@@ -8,9 +8,9 @@ import sys
 from fastgrpo._version import __version__
 
 COMMANDS = {
-    "train": "train a policy with GRPO; without flags, run the embedded example",
+    "train": "train a policy with GRPO; without flags, run the built-in example",
     "sft": "train a policy on given completions",
-    "distill": "write the right completions of a policy to a file for sft",
+    "distill": "write the correct completions of a policy to a file for sft",
     "evaluate": "compare models on held-out prompts",
     "chat": "chat with a model in the terminal",
     "check": "find problems of a reward function",

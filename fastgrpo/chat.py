@@ -1,7 +1,7 @@
 r"""python -m fastgrpo.chat MODEL: chat with a model interactively, or answer --prompt. Answers stream to the terminal.
 
 With a chat template, each turn includes the conversation so far, and /new starts a new one. Without a chat template,
-the model continues each line as plain text. /exit or the end of the input ends the command; Ctrl-C ends an answer.
+the model continues each line as plain text. /exit or the end of the input ends the command; Ctrl-C stops an answer.
 Control characters are printed as escapes such as \x1b; --raw True prints them unchanged.
 """
 
@@ -35,9 +35,9 @@ class ChatConfig(TokenFilterConfig, LoadingConfig, Settings):
     max_tokens: Count = 512
     """Stop an answer after N tokens. -n is short for this flag."""
     temperature: NotNegative = 1.0
-    """Draw at this temperature; 0 takes the most likely token."""
+    """Sample at this temperature; 0 takes the most likely token."""
     seed: Seed | None = None
-    """Seed the draws. None draws differently at each start."""
+    """Seed the sampler. None gives other answers at each start."""
     raw: bool = False
     """Print control characters unchanged; the terminal may execute them."""
 

@@ -1,8 +1,9 @@
 """python -m fastgrpo.check --reward module:function --dataset PATH [--model DIR]: find problems of a reward function.
 
-Judges the completions in the column `completion` (one, or a list), or --num_generations completions per prompt that
---model draws. --reward, --dataset and --model are short for --reward_funcs, --dataset_name and --model_name_or_path.
-From a folder, reads the split --dataset_test_split. Without a model, completion_ids are the UTF-8 bytes of the text.
+Scores the completions in the column `completion`: a string, or a list of strings. With --model, the model generates
+--num_generations completions per prompt instead. --reward, --dataset and --model are short for --reward_funcs,
+--dataset_name and --model_name_or_path. From a folder, reads the split --dataset_test_split. Without a model there is
+no tokenizer, and the argument completion_ids of a reward function has the UTF-8 bytes of the text.
 
 Exit code: 0 without findings, 1 with warnings, 2 for a mistake in the command.
 """
@@ -32,14 +33,15 @@ from fastgrpo.run.terminal import print_columns
 from fastgrpo.tasks import find_task, needed_rewards
 
 TRUNCATED = 0.1  # share of truncated completions above which a warning is printed
-TITLES = ("reward", "mean", "spread", "groups with spread", "None", "errors", "timeouts", "ms a completion")
+TITLES = ("reward", "mean", "std", "groups with std > 0", "None", "errors", "timeouts", "ms per completion")
 
 
 @settings_class
 class CheckConfig(
-    sections.JudgingConfig,
+    sections.RewardFunctionsConfig,
     sections.EngineConfig,
     sections.CompletionConfig,
+    sections.TestSplitConfig,
     sections.DatasetConfig,
     sections.PromptConfig,
     sections.LoadingConfig,
@@ -48,16 +50,17 @@ class CheckConfig(
     """The settings of the command. Settings of training have the same meaning."""
 
     task: str = "dataset"
-    """Use the rows and reward functions of this task."""
+    """Take rows and reward functions from this task (train --help lists them); dataset takes rows with a `prompt`
+    column."""
     model_name_or_path: str | None = None
-    """Draw completions with this model. None judges the completions of the rows."""
+    """Generate completions with this model. None uses the completions in the rows."""
     reward_timeout: Positive | None = 10.0
-    """Stop a reward function after N seconds for one completion. The call is counted, and left out of other findings.
-    None sets no limit, and runs the functions in this process."""
+    """Stop a reward function after N seconds for one completion. The table counts these timeouts; the other checks
+    ignore them. None sets no limit, and runs the functions in this process."""
     num_generations: Annotated[Whole, Field(ge=2)] = 8
-    """Draw N completions per prompt with the model."""
+    """Generate N completions per prompt with the model."""
     temperature: NotNegative = 1.0
-    """Draw at this temperature."""
+    """Sample at this temperature."""
     max_samples: Count = 32
     """Read the first N rows."""
 

@@ -1,4 +1,4 @@
-"""python -m fastgrpo.distill MODEL: complete the training prompts of a task, and keep the right completions.
+"""python -m fastgrpo.distill MODEL: generate completions for the training prompts of a task, and keep the correct ones.
 
 This is the rejection sampling of DeepSeek-R1 (arXiv 2501.12948, section 2.3.3). The base model then learns from the
 correct, readable and not repetitive completions of a policy that reinforcement learning trained.
@@ -32,10 +32,11 @@ from fastgrpo.tasks import find_task, needed_rewards
 # Reasons to drop a completion, in the order in which they are checked.
 REASONS = ("wrong", "empty", "malformed", "truncated", "repetitive", "duplicate", "beyond max_per_prompt")
 CHUNK = 256  # prompts that are completed before their kept completions are written
-DISTILLATION = """Complete the training prompts of a task, and keep the right completions.
+DISTILLATION = """Generate completions for the training prompts of a task, and keep the correct ones.
 
-A kept completion is also well-formed, not truncated, not repetitive and no duplicate. --max_per_prompt limits the kept
-completions per prompt. `python -m fastgrpo.sft --train_file FILE` learns from the file."""
+A completion is correct if its first reward is at least 1. A kept completion also has the largest value of each
+...format_reward, and is not truncated, repetitive or a duplicate. `python -m fastgrpo.sft --train_file FILE` trains on
+the file."""
 
 
 def parse(argv: list[str]) -> DistillConfig:

@@ -1,7 +1,7 @@
-"""python -m fastgrpo.doctor: list installed and missing packages, and the code paths of this machine.
+"""python -m fastgrpo.doctor: list installed and missing packages, and the kernels and attention that a run uses here.
 
---model PATH with flags of training also prints the memory plan of that run. --check runs every kernel in another
-process, and prints its error. Downloads nothing.
+--model PATH, with any flags of train, also prints the memory plan of that run. Downloads nothing: PATH must be a
+folder, a GGUF file, or a model in the cache of the hub.
 
 Under torchrun, also lists the ranks with their devices, and plans the memory of each device.
 """
@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from fastgrpo.config.command import COMPLETION, TRAIN, parse_flags, pip_line, quiet_libraries, run_command
+from fastgrpo.config.command import COMPLETION, TRAIN, help_page, parse_flags, pip_line, quiet_libraries, run_command
 from fastgrpo.config.fields import settings_class
 from fastgrpo.config.recipe import take_flag
 from fastgrpo.config.settings import TrainConfig
@@ -54,13 +54,18 @@ HEAD_WIDTH = 128  # of a typical attention head
 
 
 @settings_class
-class DoctorConfig(TrainConfig):
-    """The flags of the command, for tab completion: all flags of training, and two more."""
+class DoctorFlags:
+    """The flags that only this command has."""
 
     model: str | None = None
     """Print the memory plan of a run with this model."""
     check: bool = False
-    """Check every kernel in another process."""
+    """Run every kernel in another process, and print its largest error relative to its tolerance."""
+
+
+@settings_class
+class DoctorConfig(DoctorFlags, TrainConfig):
+    """The flags of the command, for tab completion: all flags of train, and two more."""
 
 
 def installed(distribution: str) -> str | None:
@@ -72,7 +77,7 @@ def installed(distribution: str) -> str | None:
 
 
 def machine() -> list[tuple[str, str]]:
-    """Describe the machine and the code paths that run on it."""
+    """Describe the machine, and the kernels and attention that run on it."""
     from fastgrpo.loss.dispatch import HAS_TRITON
 
     rows = [
@@ -202,7 +207,7 @@ def doctor(argv: list[str]) -> int:
     Only rank 0 prints.
     """
     if {"-h", "--help"} & {*argv}:
-        print(__doc__.strip())
+        print(help_page(DoctorFlags, {}, "python -m fastgrpo.doctor", __doc__, everything=True))
         return 0
     if {*COMPLETION} & {*argv}:
         parse_flags(DoctorConfig, argv, prog="python -m fastgrpo.doctor", description=__doc__)

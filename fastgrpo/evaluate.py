@@ -1,10 +1,10 @@
 """python -m fastgrpo.evaluate MODEL [MODEL ...]: accuracy, pass@k and maj@k on held-out prompts, in one table.
 
-One greedy completion per prompt gives the accuracy. --eval_num_generations N draws N more per prompt, for pass@k and
+One greedy completion per prompt gives the accuracy. --eval_num_generations N samples N more per prompt, for pass@k and
 maj@k. --output FILE writes every completion to a file.
 
-Under torchrun, each rank loads the models and completes its share of the prompts. The results equal those of one
-process. Only rank 0 writes them.
+Under torchrun, each rank loads the models and evaluates a part of the prompts. The results equal those of one process.
+Only rank 0 writes them.
 """
 
 import dataclasses
@@ -35,6 +35,7 @@ class EvaluateConfig(
     sections.EngineConfig,
     sections.TokenFilterConfig,
     sections.CompletionConfig,
+    sections.TestSplitConfig,
     sections.DatasetConfig,
     sections.PromptConfig,
     sections.LoadingConfig,
@@ -47,7 +48,7 @@ class EvaluateConfig(
     max_eval_samples: Count | None = None
     """Evaluate on the first N held-out prompts. None evaluates on all of them."""
     temperature: Temperature = 1.0
-    """Draw the completions of eval_num_generations at this temperature."""
+    """Sample the completions of eval_num_generations at this temperature."""
     output: str | None = None
     """Write every completion to this new file, one JSON object per line. None writes no file."""
 

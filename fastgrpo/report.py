@@ -1,7 +1,7 @@
 """python -m fastgrpo.report RUN [RUN ...]: write an HTML page that shows runs, and print its path.
 
 The page is one file, needs no server and sends no requests. It shows the current content of the run folders, also of
-unfinished runs. Draws curves.png of each run again.
+unfinished runs. The command also draws curves.png of each run again.
 """
 
 import json
@@ -29,7 +29,8 @@ class ReportConfig(Settings):
     runs: Several[str]
     """Show these run folders. The folder of a sweep shows all its runs."""
     output: str | None = None
-    """Write the page to this file. None writes report.html into the run folder, or for several runs where you are."""
+    """Write the page to this file. None writes report.html into the run folder, or into the current folder if there are
+    several runs."""
 
 
 def report(argv: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""python -m fastgrpo.train: command line -> GRPOConfig -> GRPOTrainer. Without flags, runs the embedded example.
+"""python -m fastgrpo.train: command line -> GRPOConfig -> GRPOTrainer. Without flags, runs the built-in example.
 
 Functions import modules that need transformers themselves: --help stays fast, and a missing package gives one line.
 """

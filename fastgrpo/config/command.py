@@ -249,19 +249,27 @@ def help_page(record: type, defaults: Mapping[str, Any], prog: str, description:
     needed = [field.name for field in dataclasses.fields(record) if _default(field, defaults) is dataclasses.MISSING]
     lines = [" ".join(["usage:", prog, *map(str.upper, needed), "[--flag value ...]"]), ""]
     for paragraph in description.split("\n\n"):
-        lines += [*textwrap.wrap(" ".join(paragraph.split()), width), ""]
-    lines += ["N is the value of a flag." + (" These are the main flags; --help-all shows all." if first else ""), ""]
-    for section in sections_of(record):
-        fields = [field for field in own_fields(section) if first is None or field.name in first]
+        lines += [*textwrap.wrap(" ".join(paragraph.split()), width, break_on_hyphens=False), ""]
+    notes = []
+    if any(re.search(r"\bN\b", field.metadata["help"]) for field in dataclasses.fields(record)):
+        notes.append("In each description, N is the value of the flag.")
+    if "task" in defaults:
+        notes.append(f"Defaults are those of --task {defaults['task']}; add --task NAME to see those of another task.")
+    if first is not None:
+        notes.append("These are the main flags; --help-all shows all.")
+    lines += [*textwrap.wrap(" ".join(notes), width), ""] if notes else []
+    final = {field.name: field for field in dataclasses.fields(record) if first is None or field.name in first}
+    for section in sections_of(record):  # a setting that a later section redefines has its place in the first one
+        fields = [final.pop(field.name) for field in own_fields(section) if field.name in final]
         if fields:
             lines.append(f"{title(section)}:")
         for field in fields:
             name = f"  {field.name.upper()}" if field.name in needed else f"  --{field.name}"
-            text = full_help(record, field) if first is None else field.metadata["help"].partition(". ")[0].rstrip(".")
+            text = full_help(record, field) if first is None else brief_help(record, field)
             default = f" (default: {shown(_default(field, defaults))})" if field.name not in needed else ""
             if first is not None and not _default(field, defaults):
                 default = ""  # off, or nothing
-            block = textwrap.wrap(text + default, width - 31)
+            block = textwrap.wrap(text + default, width - 31, break_on_hyphens=False)
             lines += [f"{name:30} {block[0]}"] if len(name) < 30 else [name, " " * 31 + block[0]]
             lines += [" " * 31 + line for line in block[1:]]
         lines += [""] if fields and first is None else []
@@ -283,8 +291,15 @@ def full_help(record: type, field: dataclasses.Field) -> str:
     if limits:
         parts.append(f"It must be {limits}.")
     if field.name in CONDITIONS:
-        parts.append(f"It has an effect only where {CONDITIONS[field.name][0]}.")
+        parts.append(f"It has an effect only if {CONDITIONS[field.name][0]}.")
     return " ".join(parts)
+
+
+def brief_help(record: type, field: dataclasses.Field) -> str:
+    """Return the first sentence of the help of a setting, with its choices if it names none of them."""
+    text, choices = field.metadata["help"].partition(". ")[0].rstrip("."), allowed(hints(record)[field.name])
+    first = re.match(r"(?:one|any) of (\w+)", choices)
+    return text if first is None or first[1] in text else f"{text}; {choices}"
 
 
 def _meant(unknown, names):

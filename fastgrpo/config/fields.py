@@ -202,7 +202,8 @@ def allowed(kind: Any) -> str:
             waiting += get_args(part)
     if choices is not None:
         choices = (None, *choices) if type(None) in get_args(kind) else choices
-        return "one of " + ", ".join(map(str, choices))
+        number = "any of " if get_origin(bare(kind)) is list else "one of "
+        return number + ", ".join(map(str, choices))
     low = next((f"{sign}{bounds[kind]}" for kind, sign in ((Ge, "["), (Gt, "(")) if kind in bounds), None)
     high = next((f"{bounds[kind]}{sign}" for kind, sign in ((Le, "]"), (Lt, ")")) if kind in bounds), None)
     if low and high:
@@ -223,9 +224,15 @@ def sections_of(record: type) -> list[type]:
     return [cls for cls in reversed(record.__mro__) if own_fields(cls)]
 
 
+TITLES = {"SFTConfig": "Supervised training", "SelectionConfig": "Distillation"}
+
+
 def title(section: type) -> str:
     """Return the title of a section."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", section.__name__.removesuffix("Config")).capitalize()
+    return (
+        TITLES.get(section.__name__)
+        or re.sub(r"(?<=[a-z])(?=[A-Z])", " ", section.__name__.removesuffix("Config")).capitalize()
+    )
 
 
 def check_name(name: Any, record: type, where: str, error: type[Exception], others: Iterable[str] = ()) -> None:

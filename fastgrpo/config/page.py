@@ -6,36 +6,40 @@ import textwrap
 from collections.abc import Iterable
 
 from fastgrpo.config.fields import allowed, hints, own_fields, sections_of, title
+from fastgrpo.config.sections import DatasetConfig
 from fastgrpo.config.settings import GRPOConfig, SelectionConfig, SFTConfig, TrainConfig
 from fastgrpo.config.trl import ACCEPTED, IDLE, OLDER, OTHER_DEFAULTS, REFUSED, SAME, TRANSLATED
 from fastgrpo.config.validation import CONDITIONS, on_resume
 
 INTRODUCTION = """# Settings
 
-`make settings` writes this page from the code.
-
 A setting has one name everywhere: `GRPOConfig(beta=0.04)` in Python, `--beta 0.04` on the command line, and
 `beta: 0.04` in the YAML file of `--config FILE`. In the tables, N is the value of the setting. On the command line,
-write booleans as True or False, and lists with spaces (`--reward_weights 1 0.5`). A flag overrides the file. The file
-overrides the recipe of the task in `fastgrpo/recipes/`. The recipe overrides the default below.
+write booleans as True or False, and lists with spaces (`--reward_weights 1 0.5`).
 
-The tables list the settings of `python -m fastgrpo.train`. The last two add those of `sft` and `distill`.
+A flag overrides the file. The file overrides the recipe of the task, such as `fastgrpo/recipes/arithmetic.yaml`. The
+recipe overrides the default in the tables. `python -m fastgrpo.train --task NAME --help-all` prints the defaults of a
+task with its recipe.
 
-A setting has an effect only under its condition; elsewhere, a changed value is an error. The last column says whether a
-resumed run may change a setting. Three settings depend on the value: `ref_storage` cannot change from or to int8 or
-nf4. Only the device in `reward_model_kwargs` can change. `rollout_backend` can change between fast and eager, with a
-warning.
+If the condition of a setting does not hold, the setting has no effect, and changing it raises an error.
+
+The last column says whether a setting can change when a run resumes:
+
+- *same*: a change raises an error.
+- *free*: the setting can change, and the result stays the same.
+- *inexact*: the setting can change, with a warning. The result then differs from that of an uninterrupted run.
+- *by value*: some changes are possible, with a warning (*inexact*); the others raise an error. `rollout_backend` can
+  change between fast and eager, and `ref_storage` between None and cpu. In `reward_model_kwargs`, only the device can
+  change.
+
+`parallel` and the number of processes can also change, with a warning: weights and optimizer state are the same, and
+later sums differ by rounding.
 """
-RESUME = {
-    "same": "a change is an error",
-    "free": "the setting can change",
-    "inexact": "the setting can change, with a warning: the run then does not continue bit for bit",
-}
+BY_VALUE = ("rollout_backend", "ref_storage", "reward_model_kwargs")
+WARNED = ("parallel",)  # `restore` warns of a change
 FROM_TRL = """# Coming from TRL
 
-`make settings` writes this page from the code. It covers `trl.GRPOConfig` of TRL 1.16.
-
-To run a TRL script, change its import:
+This page covers `trl.GRPOConfig` of TRL 1.16. To run a TRL script, change its import:
 
 ```python
 from fastgrpo import GRPOConfig, GRPOTrainer  # before: from trl import GRPOConfig, GRPOTrainer
@@ -44,18 +48,21 @@ args = GRPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=4, 
 print(args.prompts_per_step, args.dtype)  # 2 bfloat16
 ```
 
-`GRPOConfig` takes every argument of `trl.GRPOConfig`, including those of TrainingArguments. Each argument is a setting
-of the same name, is translated, has no effect, or is refused with a remedy. Defaults are TRL's, except those below. A
-value that turns something off, or equals TRL's default, is never refused. A contradiction between an argument and a
-setting is an error. The command line and YAML files take only [settings](settings.md). `HfArgumentParser` and
-`TrlParser` read `GRPOConfig`: `TrlParser((ScriptArguments, GRPOConfig))`.
+`GRPOConfig` takes every argument of `trl.GRPOConfig`, including those of TrainingArguments. An argument is a setting of
+the same name, is translated, has no effect, or is not supported. An argument that is not supported raises an error that
+says what to use instead, except with TRL's default or a value that turns it off. An argument and a setting that
+contradict each other raise an error. Defaults are TRL's, except those below. The command line and YAML files take only
+[settings](settings.md). `HfArgumentParser` and `TrlParser` work: `TrlParser((ScriptArguments, GRPOConfig))`.
 
-**State the batch size.** If a script states one of TRL's four batch arguments, the others have TRL's defaults. All
-`*_steps` then count updates, as in TRL. If it states none, a step draws `prompts_per_step` groups: 8, where TRL's
-default draws one. All `*_steps` then count steps, that is rollouts.
+**Set the batch size.** TRL has four batch arguments: `per_device_train_batch_size`, `gradient_accumulation_steps`,
+`steps_per_generation` and `generation_batch_size`.
 
-**Epochs.** TRL drops the last incomplete batch of an epoch. Here the first prompts of the next epoch fill it. A run of
-whole epochs may therefore be one step longer.
+- If a script sets one of them, the others have TRL's defaults, and all `*_steps` arguments count updates, as in TRL.
+- If it sets none, a step has `prompts_per_step` prompts (8; TRL's default is 1), and all `*_steps` arguments count
+  steps. A step is one rollout with its updates.
+
+**Epochs.** TRL drops the last incomplete batch of an epoch. Here the first prompts of the next epoch fill it. The last
+epoch may therefore add one step.
 
 **Evaluation** uses the first `max_eval_samples` rows, and always runs after the last step.
 """
@@ -64,10 +71,10 @@ SAME_INTRODUCTION = """## The same
 Settings with TRL's name, meaning and default:
 {}.
 
-Settings with TRL's name and a difference:
+Settings with TRL's name, and another default or a difference in meaning:
 
-| argument | default in TRL | default here | |
-|----------|----------------|--------------|-|
+| argument | default in TRL | default here | difference |
+|----------|----------------|--------------|------------|
 """
 TRANSLATED_INTRODUCTION = """## Translated
 
@@ -76,17 +83,17 @@ TRANSLATED_INTRODUCTION = """## Translated
 """
 IDLE_INTRODUCTION = """## Without effect
 
-Any value is accepted.
+You can pass any value.
 
 | argument | why |
 |----------|-----|
 """
-REFUSED_INTRODUCTION = """## Refused
+REFUSED_INTRODUCTION = """## Not supported
 
-None, False, 0, an empty value, and the values in brackets are accepted. Any other value is an error with this remedy.
+You can pass None, False, 0, an empty value, and the values in brackets. Any other value raises an error with this text.
 
-| argument | remedy |
-|----------|--------|
+| argument | what to do |
+|----------|------------|
 """
 DIFFERENCES = """## Behaviour that differs
 
@@ -97,11 +104,11 @@ DIFFERENCES = """## Behaviour that differs
 DIFFERS = [
     (
         "`loss_type=cispo` trains with an `epsilon_high` below 1",
-        "an error: the cap of CISPO multiplies the gradient; state an `epsilon_high` of at least 1",
+        "an error: the gradient is multiplied by the ratio, at most `epsilon_high`; set it to at least 1",
     ),
     (
-        "`loss_type=luspo` with token ratios, and `vespo` with sequence ratios, warn and train",
-        "an error: the formula is a different one",
+        "`loss_type=luspo` with token ratios, and `vespo` with sequence ratios, train with a warning",
+        "an error: the paper's formula has the other ratio",
     ),
     ("`generation_kwargs` with `num_beams` trains", "an error: beams are not samples of the policy"),
     (
@@ -110,15 +117,15 @@ DIFFERS = [
     ),
     (
         "a reward tokenizer without a padding token pads with its end token",
-        "an error: the reward would be read at the end of an earlier turn",
+        "an error: the model reads its reward before the first padding token, and an earlier turn may end with it",
     ),
     (
         "adapters with dropout, DoRA and other peft options train",
-        "an error that names the option: the policy that trains must be the one that drew",
+        "an error that names the option: the trained policy must be the one that generated the completions",
     ),
     ("prompt tuning trains", "an error: pass a `LoraConfig`"),
     (
-        "a `PeftModel` with trained adapters trains with a KL to itself",
+        "if `model` is a `PeftModel` with trained adapters, the reference includes them",
         "an error: the reference is the model without adapters; merge them first",
     ),
     ("`eval_loss` is logged", "not logged; use `eval_reward` and `eval_accuracy`"),
@@ -127,20 +134,24 @@ DIFFERS = [
     ("`save_model(output_dir)` writes into the run folder", "writes to `final/` in it"),
     ("`optimizers=` replaces the optimizer", "an error that names the settings to use"),
     ("`trainer.accelerator` exists", "does not exist; use `is_world_process_zero()`"),
-    ("`tools`, `environment_factory`, `rollout_func`, `use_vllm`", "refused by name"),
+    ("`tools`, `environment_factory`, `rollout_func` and `use_vllm` exist", "an error that names the argument"),
 ]
 HEADER = (
     "| flag | default | meaning | allowed | condition | on resume |\n"
     "|------|---------|---------|---------|-----------|-----------|"
 )
 
-TITLES = {SFTConfig: "Supervised training", SelectionConfig: "Distillation"}
+# Sections -> a text below their title.
+NOTES = {
+    DatasetConfig: "As in TRL, these are settings of the command and not of `GRPOConfig`.",
+    SFTConfig: "Only `python -m fastgrpo.sft` has these settings, or has another default.",
+    SelectionConfig: "Only `python -m fastgrpo.distill` has these settings, or has another default.",
+}
 
 
 def page() -> str:
     """Return the page of all settings."""
-    rules = "\n".join(f"- *{rule}*: {meaning}." for rule, meaning in RESUME.items())
-    return "\n\n".join([INTRODUCTION + "\n" + rules, *map(_table, sections())]) + "\n"
+    return "\n\n".join([INTRODUCTION.rstrip(), *map(_table, sections())]) + "\n"
 
 
 def sections() -> list[type]:
@@ -149,15 +160,17 @@ def sections() -> list[type]:
 
 
 def _table(section):
-    words = TITLES.get(section) or title(section)
     rows = "\n".join(_row(section, field) for field in own_fields(section))
-    return f"## {words}\n\n{section.__doc__.splitlines()[0]}\n\n{HEADER}\n{rows}"
+    return "\n\n".join(filter(None, [f"## {title(section)}", NOTES.get(section), f"{HEADER}\n{rows}"]))
 
 
 def _row(section, field):
     meaning, limits = field.metadata["help"], allowed(hints(section)[field.name])
     condition, _ = CONDITIONS.get(field.name, ("", None))
-    cells = (f"`--{field.name}`", _value(field.default), meaning, limits, condition, on_resume(field.name))
+    rule = "by value" if field.name in BY_VALUE else "inexact" if field.name in WARNED else on_resume(field.name)
+    if section is SelectionConfig:
+        rule = ""  # distill does not resume
+    cells = (f"`--{field.name}`", _value(field.default), meaning, limits, condition, rule)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -172,9 +185,10 @@ def _value(default):
 def from_trl() -> str:
     """Return the page of TRL's arguments."""
     ours = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
-    plain = [name for name, text in SAME.items() if not text and name not in OTHER_DEFAULTS]
+    theirs = {name: _value(OTHER_DEFAULTS.get(name, default)) for name, default in ours.items()}
+    plain = [name for name, text in SAME.items() if not text and theirs[name] == _value(ours[name])]
     same = [
-        f"| `{name}` | {_value(OTHER_DEFAULTS.get(name, ours[name]))} | {_value(ours[name])} | {text} |"
+        f"| `{name}` | {theirs[name]} | {_value(ours[name])} | {text} |"
         for name, text in SAME.items()
         if name not in plain
     ]
@@ -185,7 +199,7 @@ def from_trl() -> str:
         )
     ]  # fmt: skip
     differs = "\n".join(f"| {theirs} | {ours} |" for theirs, ours in DIFFERS)
-    older = f"Arguments of earlier versions of TRL and transformers are accepted too: {_listed(sorted(OLDER))}."
+    older = f"The tables include arguments of earlier versions of TRL and transformers: {_listed(sorted(OLDER))}."
     parts = [
         FROM_TRL,
         DIFFERENCES + differs + "\n",

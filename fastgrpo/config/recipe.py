@@ -13,8 +13,9 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 KINDS = {"train": "Train a policy with GRPO.", "sft": "Train a policy on given completions."}
 FILES = """
 
---config FILE reads settings from a YAML file with lines `setting: value`; --config NAME reads a recipe of the package.
-Flags override the file, and the file overrides the recipe of the task."""
+--config FILE reads settings from a YAML file with lines `setting: value`. Flags override the file, and the file
+overrides the recipe of the task."""
+RECIPES_BY_NAME = """ --config NAME reads a recipe of the package: r1, smollm2-gsm8k or smollm2-135m-sums."""
 SWEEPS = """
 
 --sweep NAME=VALUE,VALUE makes one run per value of a setting. Repeat it to make one run per combination. --sweep_seeds
@@ -117,7 +118,7 @@ def parse(argv: list[str], record: type[Config] = TrainConfig) -> Config:
         record,
         argv,
         prog=f"python -m fastgrpo.{record.command}",
-        description=KINDS[record.command] + FILES + (SWEEPS if record is TrainConfig else ""),
+        description=KINDS[record.command] + FILES + (RECIPES_BY_NAME + SWEEPS if record is TrainConfig else ""),
         defaults={**task_defaults(task, record), **from_file, "task": task},
     )
 

@@ -40,13 +40,13 @@ class LoadingConfig:
     """Loading of the model."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Store the model's weights in this precision; auto is bfloat16 on a GPU and float32 on a CPU. The optimizer keeps
-    float32 masters. On a CPU, bfloat16 is faster only with avx512_bf16 or AMX (see lscpu), from about 100M parameters
-    on."""
+    """Store the model's weights in this precision; auto is bfloat16 on a GPU and float32 on a CPU. If bfloat16 weights
+    are trained, the optimizer keeps float32 master weights. On a CPU, bfloat16 is faster only with avx512_bf16 or AMX
+    (see lscpu), from about 100M parameters on."""
     device: str = "auto"
     """Run the model on this device: cuda, cuda:1, cpu, or auto (the GPU if there is one)."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. If False, loading a model that needs its own code is an error."""
+    """Run Python code that comes with the model. If False, a model that needs its own code raises an error."""
 
 
 @settings_class
@@ -54,11 +54,11 @@ class PromptConfig:
     """Prompts and their template."""
 
     task: str = "arithmetic"
-    """Take prompts and rewards from this task: arithmetic (the embedded example), countdown, pizza, bandit or code,
-    which need no files; gsm8k; sums (sums and differences in GSM8K's template); or dataset (rows with a `prompt`
+    """Take prompts and rewards from this task: arithmetic, countdown, pizza, bandit or code (built-in examples that
+    need no files); gsm8k; sums (sums and differences in GSM8K's template); or dataset (your rows with a `prompt`
     column, and rewards from reward_funcs)."""
     system_prompt: str | None = None
-    """Replace the task's system prompt with this text. None keeps the task's."""
+    """Replace the task's system prompt with this text. None keeps it."""
     chat_template_kwargs: Keywords | None = None
     """Pass these arguments to the tokenizer's chat template: a dictionary or its JSON text, such as {"enable_thinking":
     false}."""
@@ -74,11 +74,20 @@ class DatasetConfig:
     """The data set. TRL has these settings in ScriptArguments, so `GRPOConfig` does not take them."""
 
     dataset_name: str | None = None
-    """Read this data set: a hub id, a .jsonl file, or a folder of SPLIT.jsonl files. None reads the task's own."""
+    """Read this data set: a hub id, a .jsonl file, or a folder of SPLIT.jsonl files. None reads the task's default data
+    set."""
     dataset_config: str | None = None
     """Select this configuration of a data set on the hub."""
+
+
+@settings_class
+class TestSplitConfig:
+    """The held-out split."""
+
+    __test__ = False  # pytest takes the class for a test
+
     dataset_test_split: str = "test"
-    """Evaluate on the prompts of this split."""
+    """Read the held-out rows from this split."""
 
 
 @settings_class
@@ -86,9 +95,9 @@ class TokenFilterConfig:
     """Filters of the sampler."""
 
     top_p: Share = 1.0
-    """Draw from the smallest set of tokens with this total probability; 1 turns it off."""
+    """Sample from the smallest set of most likely tokens with at least this total probability; 1 turns it off."""
     top_k: Size = 0
-    """Draw from the N most likely tokens; 0 turns it off."""
+    """Sample from the N most likely tokens; 0 turns it off."""
 
 
 @settings_class
@@ -98,8 +107,8 @@ class CompletionConfig:
     max_completion_length: Count = 512
     """Truncate completions after N tokens."""
     seed: Seed = 42
-    """Seed the draws, the order of the data, the task's own model, and the global generators of Python, NumPy and
-    torch."""
+    """Seed the sampler, the order of the data, the initial weights of the task's small model, and the global generators
+    of Python, NumPy and torch."""
 
 
 @settings_class
@@ -107,32 +116,33 @@ class EngineConfig:
     """The rollout engine, and the memory that it uses."""
 
     max_num_seqs: Count = 256
-    """Draw at most N completions at the same time (lanes)."""
+    """Generate at most N completions at the same time."""
     rollout_backend: Literal["fast", "eager", "hf"] = "fast"
-    """Draw completions with this backend: fast is the engine; eager is the engine without CUDA graphs (slower, less
-    memory); hf is transformers' generate (slowest), for models that the engine refuses."""
+    """Generate completions with this backend: fast is the engine of this package; eager is the same engine without CUDA
+    graphs (slower, less memory); hf is transformers' generate (slowest), for models that the engine does not
+    support."""
     rollout_memory_utilization: Share = 0.7
-    """Let keys and values of rollouts use at most this share of the memory that weights, gradients, optimizer, head and
-    activations leave free."""
+    """Limit the KV cache to this share of the memory that remains beside weights, gradients, optimizer, head and
+    activations."""
 
 
 @settings_class
-class JudgingConfig:
+class RewardFunctionsConfig:
     """Reward functions, and where they run."""
 
     reward_funcs: Several[str] = ()
-    """Judge completions by these rewards: names of the task's functions; module:function; the folder or hub id of a
-    reward model, after prm: for a process reward model; http://HOST:PORT/PATH for a server; sandbox:python or
-    sandbox:python-all, which run the completion's program against the column tests. The first reward defines the
-    accuracy. If empty, use all functions of the task."""
+    """Score completions with these reward functions: names of the task's functions; module:function; MODEL for a reward
+    model, or prm:MODEL for a process reward model (a folder or hub id); http://HOST:PORT/PATH for a server;
+    sandbox:python or sandbox:python-all to run the program in a completion against the tests in the row's column
+    `tests`. The first reward function defines the accuracy. If empty, use all functions of the task."""
     reward_model_kwargs: Keywords | None = None
-    """Pass these arguments to reward models: a dictionary or its JSON text, such as {"device": "cuda:1"}. The device is
-    the policy's by default. Process reward models also take separator, aggregation, step_tag, good_token and bad_token.
+    """Pass these arguments to reward models: a dictionary or its JSON text, such as {"device": "cuda:1"}. The default
+    device is the policy's. Process reward models also take separator, aggregation, step_tag, good_token and bad_token.
     Weights are bfloat16 on a GPU and float32 on a CPU."""
     reward_timeout: Positive | None = None
-    """Stop a reward function after N seconds for one completion; the reward becomes None. Functions then run in
-    separate processes. A server has N seconds for each try of a request, the sandbox N seconds for all tests of a
-    completion. None sets no limit."""
+    """Stop a reward function after N seconds for one completion; the reward becomes None. Functions then run in worker
+    processes. For a server, the limit holds for each attempt of a request; for the sandbox, for all tests of a
+    completion together. None sets no limit."""
 
     @property
     def prm(self) -> dict[str, Any]:
@@ -150,15 +160,15 @@ class JudgingConfig:
 
 
 @settings_class
-class RewardConfig(JudgingConfig):
+class RewardConfig(RewardFunctionsConfig):
     """Failing reward functions, and reward workers."""
 
     reward_errors: Literal["raise", "skip"] = "raise"
-    """Handle a reward function that fails: raise ends the run; skip sets the reward to None and counts the failure in
-    the metrics."""
+    """Choose what a failing reward function does: raise ends the run; skip sets the reward to None and counts the
+    failure in the metrics."""
     reward_workers: Size | None = None
-    """Judge in N processes per rank, while other completions are still drawn; 0 judges in the trainer's process. None
-    is 0 without reward_timeout, otherwise the number of cores, at most 8."""
+    """Run reward functions in N worker processes per rank, in parallel with generation; 0 runs them in the trainer's
+    process. None is 0 without reward_timeout, otherwise the number of cores, at most 8."""
 
 
 @settings_class
@@ -168,8 +178,8 @@ class EvaluationConfig:
     max_eval_samples: Count | None = 500
     """Evaluate on the first N held-out prompts. None evaluates on all of them."""
     eval_num_generations: Size = 0
-    """Draw N completions per held-out prompt, for pass@k and maj@k; 0 draws none. The accuracy always comes from one
-    greedy completion."""
+    """Sample N completions per held-out prompt, for pass@k and maj@k; 0 samples none. The accuracy always comes from
+    one greedy completion."""
 
 
 @settings_class
@@ -185,8 +195,7 @@ class ModelConfig:
     """The policy, and the weights that train."""
 
     model_name_or_path: str | None = None
-    """Train this causal LM: a folder, a hub id or a GGUF file. None trains the task's own small model, if it has
-    one."""
+    """Train this causal LM: a folder, a hub id or a GGUF file. None trains the task's small model, if it has one."""
     use_liger_kernel: bool | None = None
     """Use liger-kernel's fused norms, rotary embedding and SwiGLU in policy and reference. None uses them on a GPU if
     the package is installed."""
@@ -194,14 +203,14 @@ class ModelConfig:
     """Recompute the layers in the backward pass: less memory, about a third more time. auto is True on a CPU, and on a
     GPU if the activations of all layers do not fit."""
     use_peft: bool = False
-    """Train LoRA adapters, without dropout, in a frozen model; the reference then takes no memory."""
+    """Train LoRA adapters without dropout, and freeze the model. In GRPO the reference then takes no memory."""
     lora_r: Count = 16
     """Use this rank for the adapters."""
     lora_alpha: Count = 32
     """Multiply the output of the adapters by lora_alpha / lora_r."""
     lora_target_modules: Several[str] = ()
-    """Add adapters to the linear layers of these names, or to all-linear. Empty uses peft's choice for the
-    architecture."""
+    """Add adapters to the linear layers with these names; all-linear means all linear layers. Empty uses peft's choice
+    for the architecture."""
 
 
 @settings_class
@@ -227,20 +236,21 @@ class RolloutConfig:
     prompts_per_step: Count = 8
     """Take N prompts per step; the completions of a prompt form a group."""
     num_generations: Annotated[Whole, Field(ge=2)] = 8
-    """Draw N completions per prompt: the group size G."""
+    """Generate N completions per prompt: the group size G."""
     temperature: Temperature = 1.0
-    """Divide the logits by this temperature, in draws and in all log-probs."""
+    """Divide the logits by this temperature, in sampling and in all log-probs."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Never draw a token whose probability is below this share of the most likely token's. None turns it off."""
+    """Exclude tokens whose probability is below min_p times that of the most likely token. None turns it off."""
     repetition_penalty: Positive = 1.0
-    """Divide positive logits of tokens in the prompt or completion by this number, and multiply negative ones; 1 turns
-    it off."""
+    """Divide the logits of tokens that the prompt or completion already has by this number if they are positive, and
+    multiply them by it if they are negative; 1 turns it off."""
     dynamic_sampling: Size = 0
-    """Replace groups whose rewards are all equal, with at most N batches of prompts per step (DAPO, arXiv 2503.14476,
-    draws up to 10). If groups are still missing, use the first dropped ones. 0 turns it off."""
+    """Replace groups whose rewards are all equal by groups of new prompts, and sample at most N batches of prompts per
+    step (DAPO, arXiv 2503.14476, uses up to 10). If too few groups have different rewards even then, the step also uses
+    the first of the replaced groups. 0 turns it off."""
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
-    """Start this many times the groups that a step needs, and abort the last to finish. This favours short completions;
-    1 turns it off."""
+    """Start N times as many groups as a step needs, and cancel the slowest. This favours short completions; 1 turns it
+    off."""
 
 
 @settings_class
@@ -248,12 +258,13 @@ class UpdatesConfig:
     """Updates from the completions of a step."""
 
     updates_per_rollout: Count = 1
-    """Split the groups of a rollout into N minibatches, with one update each."""
+    """Split the groups of a step into N minibatches, with one update each."""
     num_iterations: Count = 1
-    """Pass N times over the completions of a rollout (mu in GRPO)."""
+    """Train N times on the completions of a step (mu in GRPO)."""
     head_backward_tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Skip vocabulary entries in the head's backward pass that hold at most this share of the probability besides the
-    drawn token. The gradient of a token's logits loses at most this share. 0 is exact."""
+    """Skip vocabulary entries in the backward pass of the LM head. For each sampled token, the skipped entries together
+    have at most this share of the probability of all other tokens. The gradient of the token's logits changes by at
+    most half of this share. 0 is exact."""
 
 
 @settings_class
@@ -261,9 +272,10 @@ class OptimizerConfig:
     """Length of the training, and the optimizer."""
 
     max_steps: Annotated[Whole, Field(ge=-1)] = -1
-    """Train for N steps, with one rollout each; -1 trains for num_train_epochs."""
+    """Train for N steps; -1 trains for num_train_epochs. A step of GRPO is one rollout with its updates, and a step of
+    sft is one update."""
     num_train_epochs: Annotated[float, Field(gt=0, le=10**6)] = 3.0
-    """Pass N times over the prompts; N may be a fraction."""
+    """Train for N epochs of the prompts; N may be a fraction."""
     learning_rate: Positive = 1e-06
     """Use this learning rate in AdamW after the warmup."""
     lr_scheduler_type: str = "linear"
@@ -273,17 +285,17 @@ class OptimizerConfig:
     """Pass these arguments to the schedule: a dictionary or its JSON text, such as {"min_lr_rate": 0.1} for
     cosine_with_min_lr."""
     warmup_steps: NotNegative = 0
-    """Raise the learning rate linearly from 0 over N updates. Below 1, N is a share of all updates."""
+    """Raise the learning rate linearly from 0 over N updates, or over this share of all updates if N is below 1."""
     max_grad_norm: NotNegative = 1.0
     """Clip the gradient to this norm; 0 turns it off."""
     weight_decay: NotNegative = 0.0
     """Use this weight decay in AdamW, for matrices only."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay AdamW's first moment, the mean of the gradient, at this rate."""
+    """Use this decay rate for AdamW's first moment (the mean of the gradient)."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """Decay AdamW's second moment, the mean of the squared gradient, at this rate."""
+    """Use this decay rate for AdamW's second moment (the mean of the squared gradient)."""
     adam_epsilon: Positive = 1e-08
-    """Add this number to the root of AdamW's second moment."""
+    """Add this number to the square root of AdamW's second moment."""
     max_tokens_per_microbatch: Count = 16384
     """Process at most N tokens per forward and backward pass. Memory grows with N; results do not depend on it."""
 
@@ -299,10 +311,10 @@ class SamplesConfig:
 
     log_completions: bool = False
     """Write all completions of a logged step to samples.jsonl, and to completions/completions_STEP.parquet. Also print
-    them as a table, and send it to trackers with tables. False writes whole groups, up to 64 completions, to
+    them as a table, and send the table to W&B and trackio. False writes at most 64 completions (whole groups) to
     samples.jsonl."""
     num_completions_to_print: Count | None = None
-    """Print at most N completions in the terminal's table. None prints all of them."""
+    """Print at most N completions in the table in the terminal. None prints all of them."""
 
 
 @settings_class
@@ -314,9 +326,9 @@ class RunConfig:
     overwrite_output_dir: bool = False
     """Delete the files of an earlier run in output_dir first."""
     logging_steps: Count = 10
-    """Average the metrics of N steps into one line of metrics.jsonl."""
+    """Write one line to metrics.jsonl every N steps, with the average of each metric over these steps."""
     logging_first_step: bool = False
-    """Log the first step too."""
+    """Also log the first step."""
     disable_tqdm: bool = False
     """Show no progress bars."""
     eval_steps: Count | None = None
@@ -328,28 +340,30 @@ class RunConfig:
     """Save a checkpoint every N steps. A run also saves after the last step, and on SIGINT and SIGTERM; None saves only
     then."""
     save_total_limit: Count | None = None
-    """Keep at most N checkpoints: the newest, the best, then the next newest. None keeps all of them."""
+    """Keep at most N checkpoints: the newest, the best (see metric_for_best_model), then the next newest. The newest
+    and the best are kept even if N is 1. None keeps all of them."""
     metric_for_best_model: str | None = None
-    """Select the best checkpoint by this metric, such as eval/accuracy. None selects no checkpoint."""
+    """Select the best checkpoint by this metric, such as eval/accuracy. None selects none."""
     greater_is_better: bool | None = None
-    """Prefer larger values of metric_for_best_model. None prefers smaller ones only if its name ends in loss."""
+    """Prefer larger values of metric_for_best_model. None prefers smaller values if its name ends in loss, and larger
+    values otherwise."""
     resume_from_checkpoint: str | None = None
     """Resume from this checkpoint: a path, or auto for the newest intact one in output_dir. With auto, a run without a
     checkpoint starts at step 0."""
     profile: Size = 0
-    """Time N steps after two warmup steps, then trace N more. 0 turns it off."""
+    """Time N steps after two warmup steps, then write a trace of the next N. 0 turns it off."""
     report_to: each_of("none", "tensorboard", "wandb", "trackio") = ("none",)
-    """Send metrics to these trackers too, under TRL's names."""
+    """Also send metrics to these trackers, under the names that TRL uses."""
     run_name: str | None = None
-    """Name the run in W&B and trackio, which appends a suffix. None uses the name of the run folder."""
+    """Name the run in W&B and trackio. trackio appends a random suffix. None uses the name of the run folder."""
     project: str = "huggingface"
     """Send the run to this project in trackio, and in W&B if WANDB_PROJECT is not set."""
     push_to_hub: bool = False
-    """Upload the trained model to the Hugging Face hub."""
+    """Upload the trained model to the Hugging Face hub after the run."""
     hub_model_id: str | None = None
     """Upload to this repository of the hub: NAME or OWNER/NAME. None uses the name of the run folder."""
     hub_private_repo: bool | None = None
-    """Create the repository as private. None follows the owner's settings on the hub."""
+    """Create the repository as private. None uses the owner's default on the hub."""
 
 
 @settings_class
@@ -359,18 +373,20 @@ class AdvantageConfig:
     reward_weights: Several[Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]] = ()
     """Weight the reward functions, with one number each. Empty gives each a weight of 1."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divide centered rewards by the standard deviation of the group or of the batch; none does not divide."""
+    """Scale centered rewards: group divides by the standard deviation of the group; batch divides by that of all
+    rewards of the step; none does not scale."""
     advantage_baseline: Literal["group", "leave_one_out"] = "group"
-    """Subtract this from a reward: group is the mean of the group; leave_one_out is the mean of the group's other
-    rewards (RLOO)."""
+    """Subtract this from each reward: group is the mean of the group; leave_one_out is the mean of the other rewards of
+    the group (RLOO)."""
     advantage_clip: Positive | None = None
-    """Clip advantages to this magnitude. None does not clip."""
+    """Clip advantages to this magnitude. None turns it off."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """Combine several rewards: sum_then_normalize standardizes their sum; normalize_then_sum standardizes each within
-    its group first (GDPO)."""
+    """Combine several rewards: sum_then_normalize standardizes their weighted sum; normalize_then_sum first
+    standardizes each reward within its group (GDPO)."""
     process_rewards: Literal["outcome", "token"] = "outcome"
-    """Use the step rewards that functions log: token turns them into token advantages (DeepSeekMath, arXiv 2402.03300,
-    section 4.1.3) and adds the advantages of the other functions; outcome uses the returned rewards instead."""
+    """Choose how to use the step rewards that reward functions log: token turns them into token advantages
+    (DeepSeekMath, arXiv 2402.03300, section 4.1.3), and adds the advantages of functions without step rewards; outcome
+    ignores step rewards, and uses the returned rewards of all functions."""
     soft_punish_cache: Size = 0
     """Add a reward that falls from 0 to -1 over the last N tokens before max_completion_length (DAPO's soft overlong
     punishment); 0 turns it off."""
@@ -381,16 +397,16 @@ class ObjectiveConfig:
     """The loss."""
 
     loss_type: Literal[tuple(LOSS_TYPES)] = "dapo"
-    """Minimize this loss; docs/objectives.md has the formulas."""
+    """Minimize this loss (docs/objectives.md has the formulas)."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Compute the ratio of policy to old policy for each token, or for the sequence as the geometric mean over its
-    tokens (GSPO)."""
+    """Compute the ratio of policy to old policy per token (token), or per completion as the geometric mean over its
+    tokens (sequence, as in GSPO)."""
     importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = (
         None
     )
-    """Correct for top_k, top_p, min_p and repetition_penalty: multiply the loss, without its KL, by the ratio of policy
-    to sampler, per token or per sequence. Outside the bounds, truncate modes clip the ratio and mask modes set it to 0.
-    None does not correct."""
+    """Correct for top_k, top_p, min_p and repetition_penalty: multiply the loss, without its KL term, by the ratio of
+    policy to sampler. The ratio is per token or per sequence. Outside the bounds importance_sampling_clip_min and
+    importance_sampling_clip_max, truncate modes clip the ratio, and mask modes set it to 0. None turns it off."""
     importance_sampling_clip_max: Positive | None = 3.0
     """Bound the ratio of policy to sampler from above. None sets no bound."""
     importance_sampling_clip_min: NotNegative | None = None
@@ -399,15 +415,15 @@ class ObjectiveConfig:
     """Clip the ratio of policy to old policy at 1 - epsilon from below, in losses that clip."""
     epsilon_high: NotNegative | None = None
     """Clip the ratio of policy to old policy at 1 + epsilon_high from above, in losses that clip. None uses epsilon.
-    cispo caps the ratio at epsilon_high itself and needs at least 1."""
+    For cispo the upper bound is epsilon_high itself, which must be at least 1."""
     delta: Positive | None = None
-    """Cap the unclipped ratio at this value (two-sided clipping, arXiv 2505.07291). None sets no cap."""
+    """Limit the unclipped ratio to this value (two-sided clipping, arXiv 2505.07291). None turns it off."""
     entropy_coef: float = 0.0
-    """Weight the entropy bonus with this coefficient; 0 turns it off."""
+    """Add an entropy bonus with this coefficient; 0 turns it off."""
     use_adaptive_entropy: bool = False
     """Adapt the coefficient of the entropy bonus (Skywork-OR1, arXiv 2505.22312). It starts at entropy_coef. Each
-    update raises it by entropy_coef_delta if the entropy is at most entropy_target, and lowers it otherwise. The bonus
-    applies only after an update with an entropy of at most entropy_target."""
+    update raises it by entropy_coef_delta if the entropy is at most entropy_target, and lowers it otherwise. An update
+    has the bonus only if the entropy of the update before it was at most entropy_target."""
     entropy_coef_min: float = 0.0
     """Keep the adaptive coefficient at or above this value."""
     entropy_coef_max: float = 1.0
@@ -415,13 +431,15 @@ class ObjectiveConfig:
     entropy_coef_delta: NotNegative = 0.005
     """Change the adaptive coefficient by this amount per update."""
     entropy_target: NotNegative = 0.2
-    """Adapt towards this mean entropy, in nats per token, over the tokens that top_entropy_quantile keeps."""
+    """Adapt the coefficient towards this mean entropy, in nats per token. The mean is over the tokens that
+    top_entropy_quantile keeps."""
     top_entropy_quantile: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Apply surrogate and entropy bonus only to this share of an update's tokens, those with the highest entropy (arXiv
-    2506.01939). 1 keeps all; less needs another forward pass per update."""
+    """Compute the policy loss and the entropy bonus only on this share of the tokens of an update, those with the
+    highest entropy (arXiv 2506.01939). 1 uses all tokens; a smaller share needs another forward pass per update."""
     off_policy_mask_threshold: Positive | None = None
-    """Mask completions with a negative advantage whose mean of old minus new log-probs exceeds N nats (DeepSeek-V3.2,
-    arXiv 2512.02556). Updates after the first of a step then need another forward pass. None masks nothing."""
+    """Mask a completion if its advantage is negative and its mean log-prob has fallen by more than N nats since the
+    rollout (DeepSeek-V3.2, arXiv 2512.02556). Updates after the first of a step then need another forward pass. None
+    turns it off."""
     sapo_temperature_pos: Positive = 1.0
     """Use this temperature in SAPO's gate for tokens with a positive advantage."""
     sapo_temperature_neg: Positive = 1.05
@@ -435,8 +453,8 @@ class ObjectiveConfig:
     vespo_lambda_neg: Positive = 2.0
     """Use this decay rate in VESPO's sequence weight for completions with a negative advantage."""
     mask_truncated_completions: bool = False
-    """Drop truncated completions from the loss. Their rewards still count in the mean and deviation of the group, as in
-    DAPO (arXiv 2503.14476, equation 9) and TRL."""
+    """Drop truncated completions from the loss. Their rewards still count in the mean and standard deviation of the
+    group, as in DAPO (arXiv 2503.14476, equation 9) and TRL."""
 
 
 @settings_class
@@ -446,14 +464,14 @@ class ReferenceConfig:
     beta: NotNegative = 0.0
     """Weight the KL divergence from the reference with this coefficient; 0 loads no reference."""
     kl: Literal["k1", "k2", "k3", "abs", "full"] = "k3"
-    """Compute the KL divergence with this method: k1, k2, k3 and abs estimate it from the drawn tokens; full sums over
-    the vocabulary."""
+    """Compute the KL divergence with this method: k1, k2, k3 and abs estimate it from the sampled tokens; full sums
+    over the vocabulary."""
     use_bias_correction_kl: bool = True
-    """Multiply the KL divergence by the ratio of policy to old policy, which makes its gradient unbiased. kl=full is
-    exact and ignores this."""
+    """Multiply the KL estimate by the ratio of policy to old policy, which makes its gradient unbiased. kl=full is
+    exact and ignores this setting."""
     ref_storage: Literal["cpu", "int8", "nf4"] | None = None
     """Store the reference in less memory: cpu keeps it in host memory and copies it to the GPU layer by layer; int8 and
-    nf4 quantize its linear layers to 1/2 and 1/4 of bfloat16. None keeps a full copy on the policy's device."""
+    nf4 quantize its linear layers to 8 and 4 bits. None keeps a full copy on the policy's device."""
     sync_ref_model: bool = False
     """Move the reference towards the policy during training (TR-DPO, arXiv 2404.09656)."""
     ref_model_sync_steps: Count = 512
@@ -468,7 +486,7 @@ class ParallelConfig:
 
     parallel: Literal["auto", "ddp", "fsdp2", "fsdp2_keep", "fsdp2_offload"] = "auto"
     """Distribute the policy over the processes: ddp replicates it; fsdp2 shards weights, gradients and optimizer; auto
-    is ddp if it fits on one device, else fsdp2. fsdp2_keep keeps gathered layers from the forward to the backward pass:
-    more memory, a third less traffic. fsdp2_offload keeps and updates the shards in host memory."""
+    is ddp if it fits on one device, else fsdp2. fsdp2_keep does not free the gathered layers between the forward and
+    the backward pass: more memory, a fifth less traffic. fsdp2_offload keeps and updates the shards in host memory."""
     ddp_timeout: Count = 1800
-    """End the run if ranks wait longer than N seconds; the error names the missing ranks."""
+    """Stop the run if a rank waits for others longer than N seconds; the error names the missing ranks."""

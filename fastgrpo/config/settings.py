@@ -32,6 +32,7 @@ from fastgrpo.config.sections import (
     RolloutConfig,
     RunConfig,
     SamplesConfig,
+    TestSplitConfig,
     TokenFilterConfig,
     TrainSplitConfig,
     UpdatesConfig,
@@ -163,7 +164,7 @@ class GRPOConfig(
 
 
 @settings_class
-class TrainConfig(GRPOConfig, TrainSplitConfig, DatasetConfig):
+class TrainConfig(GRPOConfig, TestSplitConfig, TrainSplitConfig, DatasetConfig):
     """The settings of python -m fastgrpo.train: `GRPOConfig` and the data set."""
 
 
@@ -178,6 +179,7 @@ class SFTConfig(
     EngineConfig,
     CompletionConfig,
     OrderConfig,
+    TestSplitConfig,
     TrainSplitConfig,
     DatasetConfig,
     PromptConfig,
@@ -198,11 +200,11 @@ class SFTConfig(
     learning_rate: Positive = 2e-05
     """Use this learning rate in AdamW after the warmup."""
     batch_size: Count = 8
-    """Learn from N rows per update. A row of messages gives one example per answer."""
+    """Train on N rows per update. A row with `messages` is one example per assistant message."""
 
     train_file: str | None = None
-    """Learn from the rows of this .jsonl file, with `prompt` and `completion` or with `messages`. None uses the task's
-    rows. Evaluations always use the task's."""
+    """Train on the rows of this .jsonl file, with `prompt` and `completion` or with `messages`. None uses the training
+    rows of the task. Evaluations always use the held-out rows of the task."""
 
     @property
     def rows_per_step(self) -> int:
@@ -225,9 +227,9 @@ class SelectionConfig:
     """Completions that are drawn, and those that are kept."""
 
     num_generations: Count = 8
-    """Draw N completions per prompt."""
+    """Generate N completions per prompt."""
     temperature: Temperature = 1.0
-    """Draw at this temperature."""
+    """Sample at this temperature."""
     max_prompts: Count | None = None
     """Take at most N prompts, chosen at random. None takes all of them."""
     max_per_prompt: Count = 4
@@ -248,7 +250,6 @@ class DistillConfig(
     EngineConfig,
     TokenFilterConfig,
     CompletionConfig,
-    OrderConfig,
     TrainSplitConfig,
     DatasetConfig,
     PromptConfig,
@@ -257,5 +258,7 @@ class DistillConfig(
 ):  # the fields come in the reverse of this order
     """The settings of the command. Settings of training have the same meaning."""
 
+    shuffle_dataset, dataset_test_split = False, "test"  # of tasks; the command reads all training rows
+
     model: str
-    """Complete prompts with this causal LM: a folder, a hub id or a GGUF file."""
+    """Generate with this causal LM: a folder, a hub id or a GGUF file."""

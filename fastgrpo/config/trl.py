@@ -1,7 +1,7 @@
 """The arguments of `trl.GRPOConfig` (TRL 1.16, with those of transformers' TrainingArguments), and what each is here.
 
 An argument is a setting of the same name (`SAME`), is translated (`TRANSLATED`), has no effect on results (`IDLE`), or
-is refused with a remedy (`REFUSED`). A value that turns something off, or equals TRL's default, is never refused.
+is not supported (`REFUSED`): a value that turns nothing off, and is not TRL's default, raises an error.
 docs/from-trl.md is made from these tables.
 """
 
@@ -33,8 +33,8 @@ _NEUTRAL |= dict.fromkeys(("presence_penalty", "frequency_penalty", "epsilon_cut
 _NEUTRAL |= dict.fromkeys(("encoder_repetition_penalty", "length_penalty", "guidance_scale", "typical_p"), 1.0)
 _NEUTRAL |= dict.fromkeys(("num_beams", "num_return_sequences", "n"), 1)
 _REMEDY = (
-    "temperature, top_k, top_p, min_p and repetition_penalty set the draw, num_generations, max_completion_length and "
-    "seed are settings, and a completion ends at model.generation_config.eos_token_id"
+    "the settings of sampling are temperature, top_k, top_p, min_p, repetition_penalty, num_generations, "
+    "max_completion_length and seed, and a completion ends at model.generation_config.eos_token_id"
 )
 
 
@@ -166,25 +166,27 @@ def generation(stated: Stated) -> dict[str, Any]:
 # Arguments of other names -> the function that translates them, and a description.
 TRANSLATED = [
     (" ".join(BATCH), batch,
-     "prompts_per_step = per_device_train_batch_size x WORLD_SIZE x steps_per_generation / num_generations. "
+     "prompts_per_step = per_device_train_batch_size x number of processes x steps_per_generation / num_generations. "
      "updates_per_rollout = steps_per_generation / gradient_accumulation_steps. Both must be whole numbers. "
-     "max_tokens_per_microbatch sets the size of a forward pass; results do not depend on it."),
+     "The size of a forward pass is max_tokens_per_microbatch instead, which does not change results."),
     ("num_generations_eval", lambda stated: {"eval_num_generations": stated["num_generations_eval"] or 0},
-     "Becomes eval_num_generations, drawn without min_p and repetition_penalty. The accuracy comes from one greedy "
-     "completion. If not stated, only this one is drawn; TRL draws num_generations."),
+     "Sets eval_num_generations. These completions are sampled without min_p and repetition_penalty. The accuracy "
+     "comes from one greedy completion. If not set, there is only the greedy one; TRL samples num_generations."),
     ("eval_strategy save_strategy logging_strategy", strategies,
-     "steps uses eval_steps (or logging_steps if None), save_steps or logging_steps. no evaluates or saves only after "
-     "the last step. Other values are refused. With eval_strategy, the default of eval_on_start is False."),
+     "`steps`: evaluate, save or log every eval_steps (logging_steps if it is None), save_steps or logging_steps. "
+     "`no`: evaluate or save only after the last step. Other values raise an error. If eval_strategy is set, the "
+     "default of eval_on_start is False."),
     ("bf16 fp16 model_init_kwargs", precision,
-     "bf16=True sets dtype=bfloat16, with float32 masters in the optimizer. bf16=False sets float32. Otherwise the "
-     "dtype of model_init_kwargs is used. Its trust_remote_code is passed on; attn_implementation, use_cache, "
-     "low_cpu_mem_usage and device_map=None have no effect. Its other keys and fp16=True are refused."),
+     "bf16=True sets dtype=bfloat16; the optimizer keeps float32 master weights. bf16=False sets dtype=float32, unless "
+     "model_init_kwargs has a dtype, which is also used without bf16. Its trust_remote_code sets the setting; "
+     "attn_implementation, use_cache, low_cpu_mem_usage and device_map=None have no effect. Its other keys and "
+     "fp16=True raise an error."),
     ("generation_kwargs", generation,
      "temperature, top_k, top_p, min_p and repetition_penalty set the settings of these names; max_new_tokens sets "
-     "max_completion_length. Options that change no draw have no effect. Others are refused by name."),
+     "max_completion_length. Options that do not change sampling have no effect. Others raise an error."),
     ("use_cpu", lambda stated: {"device": "cpu"} if stated["use_cpu"] else {}, "True sets device=cpu."),
     ("warmup_ratio", lambda stated: {} if stated.get("warmup_steps") else {"warmup_steps": stated["warmup_ratio"]},
-     "Becomes warmup_steps, which takes a share of all updates as a number below 1."),
+     "Sets warmup_steps to the same number: below 1, it is a share of all updates."),
 ]
 # Settings of the same name and meaning.
 _PLAIN = """
@@ -197,28 +199,29 @@ multi_objective_aggregation loss_type mask_truncated_completions sync_ref_model 
 use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target off_policy_mask_threshold
 use_bias_correction_kl report_to warmup_steps
 """
-_COUNT = "With batch arguments, counts updates and "
+_COUNT = "If a batch argument is set: counts updates, and "
 # Others of the same name -> what differs from TRL.
 SAME = {**dict.fromkeys(_PLAIN.split(), ""),
-    "output_dir": "None creates a folder in runs/. A folder with a run in it needs overwrite_output_dir.",
-    "max_steps": _COUNT + "must be whole steps.",
-    "ref_model_sync_steps": _COUNT + "must be whole steps, if stated.",
+    "output_dir": "None creates a folder in runs/. If the folder contains a run, set overwrite_output_dir or "
+    "resume_from_checkpoint.",
+    "max_steps": _COUNT + "must be a multiple of the updates per step.",
+    "ref_model_sync_steps": _COUNT + "must be a multiple of the updates per step.",
     "logging_steps": _COUNT + "is rounded up to whole steps.",
     "eval_steps": _COUNT + "is rounded up to whole steps.",
     "save_steps": _COUNT + "is rounded up to whole steps, or to a multiple of eval_steps for metric_for_best_model.",
-    "gradient_checkpointing": "auto decides by the free memory.",
-    "use_liger_kernel": "None uses it on a GPU if it is installed. The head is always fused.",
+    "gradient_checkpointing": "auto is True on a CPU, and on a GPU if the activations do not fit into its memory.",
+    "use_liger_kernel": "None uses its layers on a GPU if it is installed. The loss always has its own fused kernel.",
     "disable_tqdm": "None means False.",
     "log_completions": "True also writes all completions to samples.jsonl.",
     "num_completions_to_print": "Prints the first N; TRL prints N at random.",
-    "eval_on_start": "eval_strategy changes the default to False.",
-    "metric_for_best_model": "A metric such as eval/accuracy or eval_reward. reward is the training reward, where TRL "
-    "reads eval_reward; EarlyStoppingCallback refuses it.",
-    "epsilon_high": "cispo needs at least 1, so state it.",
-    "importance_sampling_level": "luspo needs sequence.",
+    "eval_on_start": "If eval_strategy is set, the default is False.",
+    "metric_for_best_model": "A metric such as eval/accuracy or eval_reward. `reward` is the training reward (in TRL: "
+    "eval_reward), and raises an error with EarlyStoppingCallback.",
+    "epsilon_high": "cispo needs a value of at least 1.",
+    "importance_sampling_level": "luspo needs `sequence`.",
     "reward_weights": "None gives each function a weight of 1.",
-    "scale_rewards": "True means group, False means none.",
-    "top_entropy_quantile": "A share of the tokens of an update; in TRL, of a micro-batch over all processes.",
+    "scale_rewards": "Also takes True (group) and False (none).",
+    "top_entropy_quantile": "A share of the tokens of an update. In TRL: of a micro-batch over all processes.",
 }
 # TRL's defaults of settings whose default differs here.
 OTHER_DEFAULTS = {"gradient_checkpointing": True, "use_liger_kernel": False, "disable_tqdm": None,
@@ -228,14 +231,14 @@ IDLE = [
     ("cast_lm_head_to_fp32", "Logits are computed in float32 from weights in any dtype."),
     ("dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
      "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order",
-     "Rows are read in this process, without a DataLoader."),
+     "Rows are read in the trainer's process, without a DataLoader."),
     ("data_seed train_sampling_strategy length_column_name", "seed and shuffle_dataset set the order of prompts."),
     ("vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url "
      "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization "
      "vllm_max_model_length vllm_tensor_parallel_size vllm_importance_sampling_correction "
      "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
      "vllm_importance_sampling_cap",
-     "They need use_vllm, which is refused. importance_sampling_mode corrects for filters."),
+     "They need use_vllm, which is not supported. importance_sampling_mode corrects for top_k, top_p and min_p."),
     ("use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged "
      "cache_implementation use_cache pad_to_multiple_of", "The engine batches continuously, with its own cache."),
     ("local_rank ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend "
@@ -244,34 +247,34 @@ IDLE = [
     ("log_unique_prompts log_multimodal", "Prompts, completions and rewards are written to samples.jsonl."),
     ("log_level log_level_replica log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen "
      "skip_memory_metrics logging_dir",
-     "Rank 0 logs for all ranks, always with num_tokens and memory. TensorBoard writes to the run folder."),
-    ("per_device_eval_batch_size", "max_num_seqs bounds the completions in flight."),
+     "Rank 0 logs for all ranks, and includes num_tokens and memory. TensorBoard writes to the run folder."),
+    ("per_device_eval_batch_size", "max_num_seqs limits the completions that are generated at the same time."),
     ("do_train do_eval do_predict prediction_loss_only eval_do_concat_batches eval_use_gather_object label_names "
      "eval_accumulation_steps include_for_metrics batch_eval_metrics label_smoothing_factor",
      "Evaluations need no logits or labels."),
     ("torch_empty_cache_steps gradient_checkpointing_kwargs",
      "Memory is planned before a run starts. Layers are recomputed with use_reentrant=False."),
-    ("tf32", "float32 products stay exact; use bf16=True for speed."),
+    ("tf32", "float32 matrix multiplications always have full precision; use bf16=True for speed."),
     ("enable_jit_checkpoint save_safetensors", "A run always saves on SIGINT and SIGTERM, in safetensors."),
     ("disable_dropout", "Dropout is always off."),
 ]
-# Arguments that must be off or have TRL's default, and the remedy.
+# Arguments that must be off or have TRL's default, and what to do instead.
 REFUSED = [
-    ("use_vllm", "leave it out: the engine draws completions in this process"),
+    ("use_vllm", "leave it out: the engine generates completions in this process"),
     ("deepspeed fsdp fsdp_config parallelism_config accelerator_config", "use parallel='fsdp2' under torchrun"),
-    ("optim optim_args optim_target_modules", "use optim='adamw_torch': AdamW with float32 masters"),
+    ("optim optim_args optim_target_modules", "use optim='adamw_torch': AdamW with float32 master weights"),
     ("torch_compile torch_compile_backend torch_compile_mode liger_kernel_config",
      "leave it out: head, loss and rollout have their own kernels"),
     ("auto_find_batch_size", "lower max_tokens_per_microbatch if memory runs out; results do not depend on it"),
-    ("bf16_full_eval fp16_full_eval", "leave it out: evaluations compute in the dtype of the training"),
+    ("bf16_full_eval fp16_full_eval", "leave it out: evaluations use the dtype of the training"),
     ("neftune_noise_alpha router_aux_loss_coef", "leave it out: the GRPO loss has no such term"),
     ("eval_delay", "use eval_steps, and eval_on_start=False"),
-    ("save_only_model save_on_each_node", "leave it out: save_total_limit bounds the number of checkpoints"),
+    ("save_only_model save_on_each_node", "leave it out: save_total_limit limits the number of checkpoints"),
     ("load_best_model_at_end", "set metric_for_best_model; save_total_limit always keeps its best checkpoint"),
-    ("ignore_data_skip restore_callback_states_from_checkpoint", "leave it out: a resumed run restores all its state"),
+    ("ignore_data_skip restore_callback_states_from_checkpoint", "leave it out: a resumed run restores all state"),
     ("full_determinism", "call transformers.enable_full_determinism(seed) before you create the trainer"),
-    ("remove_unused_columns", "leave it out: reward functions get every column, and take the others as **kwargs"),
-    ("debug", "leave it out: --debug shows tracebacks, and profile times steps"),
+    ("remove_unused_columns", "leave it out: reward functions get every column as a keyword argument"),
+    ("debug", "leave it out: the flag --debug shows tracebacks, and the setting profile measures steps"),
     ("hub_token", "log in by `hf auth login`, or set HF_TOKEN"),
     ("hub_strategy hub_always_push hub_revision", "use push_to_hub, hub_model_id and hub_private_repo"),
     ("trackio_space_id trackio_bucket_id trackio_static_space_id", "set TRACKIO_SPACE_ID or TRACKIO_BUCKET_ID"),

@@ -10,15 +10,15 @@ from typing import Any
 
 from fastgrpo.config.fields import keywords
 
-# The condition, in words that follow "has an effect only where" -> when it holds, and the settings that need it.
+# The condition, in words that follow "has an effect only if" -> when it holds, and the settings that need it.
 ONLY_WHERE = {
     "rollout_backend is fast or eager": (lambda s: s.rollout_backend != "hf", "rollout_memory_utilization"),
     "use_peft is True": (lambda s: s.use_peft, "lora_r lora_alpha lora_target_modules"),
-    "max_steps is -1 (a task's recipe may have set it: pass --max_steps -1)": (
+    "max_steps is -1 (the recipe of a task may set max_steps: pass --max_steps -1)": (
         lambda s: s.max_steps == -1,
         "num_train_epochs",
     ),
-    "lr_scheduler_type is not constant (constant_with_warmup is the one with a warmup)": (
+    "lr_scheduler_type is not constant (use constant_with_warmup)": (
         lambda s: s.lr_scheduler_type != "constant",
         "warmup_steps",
     ),
@@ -53,7 +53,7 @@ push_to_hub hub_model_id hub_private_repo parallel ddp_timeout
 """
 # Settings that it may change with a warning: it then does not continue bit for bit.
 RESUME_INEXACT = """
-dtype device max_num_seqs rollout_memory_utilization reward_model_kwargs ref_storage
+device max_num_seqs rollout_memory_utilization reward_model_kwargs ref_storage
 use_liger_kernel gradient_checkpointing max_steps num_train_epochs max_tokens_per_microbatch
 """
 RESUME_MAY_CHANGE, RESUME_INEXACT = frozenset(RESUME_MAY_CHANGE.split()), frozenset(RESUME_INEXACT.split())
@@ -87,7 +87,7 @@ def validate(record: Any) -> None:
         if holds is not None and value != field.default and not holds(record):
             default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
             raise ValueError(
-                f"{field.name} has an effect only where {text}; leave it out or, where a recipe sets it, "
+                f"{field.name} has an effect only if {text}; leave it out or, if a recipe sets it, "
                 f"pass --{field.name} {default}"
             )
 

@@ -114,7 +114,7 @@ def prm_options(config: Any, rewards: Any) -> dict[str, Any]:
     names = [*(rewards if isinstance(rewards, (list, tuple)) else [rewards]), *config.reward_funcs]
     if config.prm and not any(isinstance(name, str) and name.startswith(PRM) for name in names):
         raise ValueError(
-            f"{next(iter(config.prm))} of reward_model_kwargs has an effect only where reward_funcs names a process "
+            f"{next(iter(config.prm))} of reward_model_kwargs has an effect only if reward_funcs names a process "
             f"reward model ({PRM}DIR); leave it out, or pass it to the ProcessRewardModel that you make"
         )
     return config.prm

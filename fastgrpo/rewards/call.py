@@ -110,7 +110,7 @@ class Rewards:
             return policy
         if not self.models:
             raise ValueError(
-                f"device={name} of reward_model_kwargs has an effect only where a reward is a model; "
+                f"device={name} of reward_model_kwargs has an effect only if a reward is a model; "
                 "leave it out, or name a model in reward_funcs"
             )
         return choose_device(name, "device of reward_model_kwargs")

@@ -1,4 +1,4 @@
-"""The embedded example: a small character-level model learns to add two two-digit numbers, on any machine.
+"""The built-in example: a small character-level model learns to add two two-digit numbers, on any machine.
 
     47+38=7+8=15 4+3+1=8 85
 

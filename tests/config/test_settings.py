@@ -94,7 +94,7 @@ def test_bounds_hold(name):
 
 
 def test_choices_hold():
-    chosen = [name for name in FIELDS if allowed(KINDS[name]).startswith("one of")]
+    chosen = [name for name in FIELDS if allowed(KINDS[name]).startswith(("one of", "any of"))]
     assert {"loss_type", "report_to", "dtype"} < set(chosen)
     for name in chosen:
         refused(name, **{name: "another"})
@@ -105,7 +105,7 @@ def test_a_setting_without_effect_is_refused(name):
     (text, _), value = CONDITIONS[name], another(FIELDS[name])
     (holds, holds_not) = next(case for start, case in CASES.items() if text.startswith(start))
     assert getattr(GRPOConfig(**{**holds, name: value}), name) == value
-    with pytest.raises(ValueError, match=f"^{name} has an effect only where {re.escape(text)}"):
+    with pytest.raises(ValueError, match=f"^{name} has an effect only if {re.escape(text)}"):
         GRPOConfig(**{**holds_not, name: value})
 
 

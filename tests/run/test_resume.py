@@ -61,7 +61,7 @@ SYNCED, SAPO = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 7},
         ({"gradient_checkpointing": True}, {}, "free"),
         ({}, {"gradient_checkpointing": True}, "free"),
         ({"gradient_checkpointing": True}, {"gradient_checkpointing": False}, "inexact"),
-        ({"dtype": "float32"}, {"dtype": "bfloat16"}, "inexact"),
+        ({"dtype": "float32"}, {"dtype": "bfloat16"}, "same"),
         # some values of a setting are more alike than others
         ({"ref_storage": None}, {"ref_storage": "cpu"}, "inexact"),
         ({"ref_storage": None}, {"ref_storage": "int8"}, "same"),

@@ -33,7 +33,7 @@ def rows(tmp_path, monkeypatch):
 def test_given_completions_are_judged_and_warnings_are_exit_code_1(rows, capsys):
     main(["--reward", "checked_rewards:right", "--dataset", rows])
     out = capsys.readouterr().out
-    assert "| right  | 0.500 | 0.500  | 100% " in out and "right, best (1): 'It is 5'" in out
+    assert "| right  | 0.500 | 0.500 | 100% " in out and "right, best (1): 'It is 5'" in out
     assert main(["--reward_funcs", "checked_rewards:same", "--dataset_name", rows]) == 1
     assert "warning: same: It is constant (1)" in capsys.readouterr().out
 

@@ -77,7 +77,7 @@ def case(tmp_path, saved, monkeypatch):
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line[:60])
 def test_a_command_line(line, case, capfd):
-    """Nothing may start: no warm start of the embedded example, no run of a sweep, no folder."""
+    """Nothing may start: no warm start of the built-in example, no run of a sweep, no folder."""
     case.patch("fastgrpo.train._make_policy", lambda *_: pytest.fail("the warm start began"))
     case.patch("fastgrpo.run.sweep.COMMAND", ("no such command",))
     command, *argv = line.format(**vars(case)).split(" ")

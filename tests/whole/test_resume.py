@@ -237,7 +237,7 @@ def test_settings_that_change_the_run_are_refused_and_others_warned_of(whole, ca
 
     with pytest.raises(ValueError, match="checkpoint-4 is past max_steps=3"):
         make(max_steps=3).train()
-    with pytest.raises(ValueError, match="float32, the policy is bfloat16 now; go on with --dtype float32"):
+    with pytest.raises(ValueError, match="trained with dtype='float32', now it is 'bfloat16'"):
         make(dtype="bfloat16").train()
     assert json.loads((folder / "changed" / "config.json").read_text())["dtype"] == "float32"
     capsys.readouterr()

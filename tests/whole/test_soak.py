@@ -1,4 +1,4 @@
-"""500 steps of the embedded example while rewards fail and the run is stopped again and again: `make soak`."""
+"""500 steps of the built-in example while rewards fail and the run is stopped again and again: `make soak`."""
 
 import json
 import os
