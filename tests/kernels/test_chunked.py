@@ -65,11 +65,19 @@ def test_softcap_bias_temperatures_and_entropy_equal_the_reference_in_fp64(monke
         torch.testing.assert_close(gradients[name], leaf.grad, rtol=1e-12, atol=1e-12)
 
 
-def check_errors(case, grad_output, **knobs):
-    """Errors of the gradients are relative, in the Euclidean norm; of log-probs and loss the largest, in nats."""
-    exact_loss, exact_logps, _, exact = truth(case, grad_output=grad_output, dtype=torch.float64, **knobs)
-    plain_loss, plain_logps, _, plain = truth(case, grad_output=grad_output, **knobs)
-    output, actual = run(case, linear_grpo_loss, grad_output=grad_output, **knobs)
+@CHUNKS
+@pytest.mark.parametrize("grad_output", [1.0, 0.37, 65536.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_no_worse_than_plain_pytorch(monkeypatch, dtype, grad_output, chunk):
+    """Errors of the gradients are relative, in the Euclidean norm; of log-probs and loss the largest, in nats.
+
+    grad_output 0.37 stands for gradient accumulation; 65536 is the first loss scale of torch's GradScaler.
+    """
+    set_chunk(monkeypatch, chunk and 16)
+    case, how = make_case((20, 31, 13), 301, 32, dtype, bias=True), {"grad_output": grad_output, "beta": 0.1}
+    exact_loss, exact_logps, _, exact = truth(case, dtype=torch.float64, **how)
+    plain_loss, plain_logps, _, plain = truth(case, **how)
+    output, actual = run(case, linear_grpo_loss, **how)
 
     def largest(logps):
         return (logps.double() - exact_logps).abs().max().item()
@@ -77,18 +85,9 @@ def check_errors(case, grad_output, **knobs):
     assert largest(output.logps[case.mask]) <= 1.1 * largest(plain_logps) + 1e-5
     assert abs(output.loss - exact_loss) <= 1.1 * abs(plain_loss - exact_loss) + 1e-5
     for name, slack in (("hidden", 1.1), ("weight", 1.5), ("bias", 1.5)):
-        assert actual[name].dtype == case.hidden.dtype
+        assert actual[name].dtype == dtype
         mine, theirs = error("gradient", actual[name], exact[name]), error("gradient", plain[name], exact[name])
         assert mine <= slack * theirs + 1e-5, f"d{name}: error {mine:.2e}, plain PyTorch's {theirs:.2e}"
-
-
-@CHUNKS
-@pytest.mark.parametrize("grad_output", [1.0, 0.37, 65536.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_no_worse_than_plain_pytorch(monkeypatch, dtype, grad_output, chunk):
-    """grad_output 0.37 stands for gradient accumulation; 65536 is the first loss scale of torch's GradScaler."""
-    set_chunk(monkeypatch, chunk and 16)
-    check_errors(make_case((20, 31, 13), 301, 32, dtype, bias=True), grad_output, beta=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

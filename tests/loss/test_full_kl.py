@@ -15,10 +15,8 @@ from fastgrpo.kernels import reference
 FULL = {"beta": 0.3, "kl": "full"}
 LENGTHS, V, R = (5, 1, 7, 3), 11, 4  # the reference's hidden size is not the policy's
 N = sum(LENGTHS)
-# knobs beside FULL
-VARIANTS = {
+VARIANTS = {  # knobs beside FULL
     "plain": {},
-    "grpo": {"loss_type": "grpo"},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
     "vespo": {"loss_type": "vespo", "importance_sampling_mode": "token_mask"},
     "bonus": {"entropy_coef": 0.2},

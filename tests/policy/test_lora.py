@@ -42,14 +42,6 @@ def with_adapters(name="qwen2", seed=1, **changes):
     return fill(add_lora(tiny.model(name, **changes), r=4, target_modules=ALL), seed)
 
 
-def make_update(model, beta=0.0):
-    optimizer = MasterAdamW(model, learning_rate=3e-2)
-    schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
-    learner = Learner(Policy.of(model), optimizer, schedule, max_grad_norm=1.0, max_tokens=10_000)
-    reference = make_reference(Policy.of(model), beta)
-    return GRPOUpdate(Policy.of(model), reference, learner, Objective(beta=beta), temperature=1.0)
-
-
 def vowels(completions, **_):
     """The share of vowels: about 0.02 at random."""
     return [sum(character in "aeiou" for character in text) / 6 for text in completions]
@@ -145,8 +137,10 @@ def test_the_reference_is_the_policy_without_adapters():
 
 def test_bf16_adapters_have_masters_and_learn_with_the_reference_switching_them_off():
     model = add_lora(tiny.model().bfloat16(), r=4, target_modules=ALL)
-    update = make_update(model, beta=0.1)
-    optimizer = update.learner.optimizer
+    policy, optimizer = Policy.of(model), MasterAdamW(model, learning_rate=3e-2)
+    schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
+    learner = Learner(policy, optimizer, schedule, max_grad_norm=1.0, max_tokens=10_000)
+    update = GRPOUpdate(policy, make_reference(policy, 0.1), learner, Objective(beta=0.1), temperature=1.0)
     assert {p.dtype for p in optimizer.masters} == {torch.float32}
     assert len(optimizer.pairs) == sum(p.requires_grad for p in model.parameters())
     before = [master.clone() for master in optimizer.masters]

@@ -23,15 +23,6 @@ def inputs(queries, heads=4, kv_heads=2, width=8, keys=None, dtype=torch.float64
     return [torch.randn(*shape, width, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
 
 
-def softmax_attention(query, key, value, visible):
-    """query [N, H, d], key and value [M, K, d], visible [N, M] -> out [N, H, d], lse [H, N]; differentiable."""
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
-    scores = torch.einsum("nhd,mhd->hnm", query, key) * SCALE
-    scores = scores.masked_fill(~visible, -torch.inf)
-    return torch.einsum("hnm,mhd->nhd", scores.softmax(-1), value), scores.logsumexp(-1)
-
-
 def causal_mask(lengths):
     return torch.block_diag(*[torch.ones(n, n).tril() for n in lengths]).bool()
 
@@ -46,10 +37,16 @@ def check(found, expected, tolerance=1e-11):
 
 
 def of_softmax(tensors, visible):
-    """The output of plain softmax attention, a random gradient of it, and the gradients of query, key and value."""
-    expected, lse = softmax_attention(*tensors, visible)
-    grad = torch.randn_like(expected)
-    return expected, lse, grad, torch.autograd.grad(expected, tensors, grad)
+    """Plain softmax attention, query [N, H, d], key and value [M, K, d], visible [N, M].
+
+    Returns out [N, H, d], lse [H, N], a random gradient of out, and the gradients of query, key and value.
+    """
+    query, key, value = tensors
+    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+    scores = (torch.einsum("nhd,mhd->hnm", query, key) * SCALE).masked_fill(~visible, -torch.inf)
+    out = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), value)
+    grad = torch.randn_like(out)
+    return out, scores.logsumexp(-1), grad, torch.autograd.grad(out, tensors, grad)
 
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=7)

@@ -25,23 +25,16 @@ ROWS = {
 }
 TEMPERATURES = {"one": 1.0, "each": torch.full((N,), 0.7)}
 ENTROPIES = {"without": {}, "read": {"return_entropy": True}, "bonus": {"entropy_coef": 0.01}}
+SEQUENCE = {"importance_sampling_level": "sequence"}
 # What a loss type does not have by default but needs.
-NEEDS = {
-    "dr_grpo": {"max_completion_length": 99},
-    "cispo": {"epsilon_high": 5.0},
-    "luspo": {"importance_sampling_level": "sequence"},
-}
+NEEDS = {"dr_grpo": {"max_completion_length": 99}, "cispo": {"epsilon_high": 5.0}, "luspo": SEQUENCE}
 INPUTS = {
     "first-update": {},
     "ratio": {"old_logps": torch.zeros(N)},
     "reference": {"old_logps": torch.zeros(N), "ref_logps": torch.zeros(N), "beta": 0.1},
     "two-sided": {"old_logps": torch.zeros(N), "delta": 2.0},
-    "sequence": {"old_logps": torch.zeros(N), "importance_sampling_level": "sequence"},
-    "sampler": {
-        "old_logps": torch.zeros(N),
-        "sampler_logps": torch.zeros(N),
-        "importance_sampling_mode": "token_truncate",
-    },
+    "sequence": {"old_logps": torch.zeros(N), **SEQUENCE},
+    "sampler": {"old_logps": torch.zeros(N), "sampler_logps": torch.zeros(N), "importance_sampling_mode": "token_mask"},
 }
 # The kernels of a loss over given logits: in place and token by token one kernel computes loss and gradient.
 FUSED = ["_logits_grpo_fwd_kernel", "_scale_rows_kernel"]
