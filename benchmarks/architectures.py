@@ -81,23 +81,24 @@ ARCHITECTURES = {
 }  # fmt: skip
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16, 17]]
 TOLERANCE = 1e-4  # nat
-INTRODUCTION = """# Architectures
+INTRODUCTION = """# Supported models
 
-`make pages` tries tiny random models of these architectures of transformers {version}, on a CPU in fp32.
+This table lists model architectures of transformers {version}, and how fastgrpo supports each. For every row, a tiny
+model with random weights was tested on a CPU in fp32.
 
-- **works**: the engine draws from it. Log-probs of rollouts and training are within 1e-4 of the model's own forward
-  pass, and greedy tokens agree.
-- **hf only**: the engine refuses it at load, for the reason in the note. `--rollout_backend hf` draws from it, and it
-  trains with its own attention. Log-probs agree in the same way.
-- **no**: both backends refuse it.
+- **works**: the rollout engine supports it. The log-probs of rollouts and of training are within 1e-4 of those of the
+  model in transformers, and greedy tokens are equal.
+- **hf only**: the engine does not support it, for the reason in the note; loading it raises an error. It can be trained
+  with `--rollout_backend hf`, which uses transformers' `generate` and attention. The same test passes.
+- **no**: it cannot be trained with fastgrpo.
 
-*window* means that no sequence may exceed the sliding window. *experts* means decoding without CUDA graphs, except in
-bf16 on Hopper and Blackwell data-center GPUs.
+Notes: *window* means that prompt and completion together must fit into the sliding window. *experts* means that
+decoding uses CUDA graphs only in bf16 on Hopper and Blackwell data-center GPUs. Dimensions are those of the tiny model.
 
-The engine checks any other architecture at load, with a dry run without weights. With liger-kernel's layers, which need
-a GPU, tests only make the dry run.
+The engine checks any other architecture at load, with a forward pass without weights on the meta device. Layers of
+liger-kernel need a GPU; here they were only checked in this way. `make pages` repeats the tests and writes this page.
 
-| `model_type` | class | verdict | note |
+| `model_type` | class | result | note |
 |---|---|---|---|
 """
 

@@ -1,8 +1,8 @@
-"""Draws docs/pictures/architecture.svg from the imports: the path of the data, and the wings by their floors.
+"""Draws docs/pictures/architecture.svg from the imports: the stages of a step, and the packages by their layers.
 
     python docs/pictures/architecture.py    # or: make drawing
 
-An arrow points from a wing to a wing that it imports. Arrows that follow from others are left out.
+An arrow points from a package to a package that it imports. Arrows that follow from others are left out.
 """
 
 import ast
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs" / "pictures" / "architecture.svg"
-PATH = {  # each stage of the path, and the wing or module that does it
+PATH = {  # each stage, and the package or module that does it
     "config": "config", "data": "data", "rollout": "rollout.engine", "rewards": "rewards.call",
     "advantages": "loss.advantages", "batch": "policy.micro_batches", "policy": "policy.model", "loss": "loss.losses",
     "optimizer": "trainer.optim", "run folder": "run.folder",
@@ -19,8 +19,8 @@ PATH = {  # each stage of the path, and the wing or module that does it
 WIDTH, BOX, HEIGHT, ROW, TOP = 1080, 110, 34, 74, 132
 
 
-def wing_of(module: str) -> str | None:
-    """Return the wing of fastgrpo.WING.MODULE, None without one. Top-level modules are commands, except ranks."""
+def package_of(module: str) -> str | None:
+    """Return the package of fastgrpo.PACKAGE.MODULE, None without one. Top-level modules are commands, except ranks."""
     name = module.split(".")[1]
     if name in ("kernels", "ranks") or (ROOT / "fastgrpo" / name).is_dir():
         return name
@@ -28,17 +28,17 @@ def wing_of(module: str) -> str | None:
 
 
 def imports() -> dict[str, set[str]]:
-    """Return for each wing the wings that it imports."""
+    """Return for each package the packages that it imports."""
     found = {}
     for file in sorted([*(ROOT / "fastgrpo").rglob("*.py"), *(ROOT / "kernels").glob("*.py")]):
         base = ROOT if file.parent.name == "kernels" else ROOT / "fastgrpo"
-        mine = wing_of(".".join(("fastgrpo", *file.relative_to(base).with_suffix("").parts)))
+        mine = package_of(".".join(("fastgrpo", *file.relative_to(base).with_suffix("").parts)))
         for node in ast.walk(ast.parse(file.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{name}" for name in names]
-            found.setdefault(mine, set()).update(wing_of(name) for name in names if name.startswith("fastgrpo."))
-    return {mine: wings - {mine, None} for mine, wings in found.items() if mine}
+            found.setdefault(mine, set()).update(package_of(name) for name in names if name.startswith("fastgrpo."))
+    return {mine: packages - {mine, None} for mine, packages in found.items() if mine}
 
 
 def draw() -> str:
@@ -47,41 +47,43 @@ def draw() -> str:
     for i, (stage, module) in enumerate(PATH.items()):
         if not (ROOT / "fastgrpo" / module.replace(".", "/")).with_suffix(".py" if "." in module else "").exists():
             raise ValueError(f"PATH names fastgrpo.{module}, which does not exist")
-        stages.setdefault(wing_of(f"fastgrpo.{module}"), []).append(str(i + 1))
+        stages.setdefault(package_of(f"fastgrpo.{module}"), []).append(str(i + 1))
         x = WIDTH / len(PATH) * i + 3
         out += _box(x, 34, 92, [f"{i + 1} {stage}", module], True)
         out += [_arrow(x - 15, 34 + HEIGHT / 2, x - 1, 34 + HEIGHT / 2)] if i else []
 
     @cache
-    def floor(wing):
-        return 1 + max(map(floor, arrows[wing]), default=-1)
+    def layer(package):
+        return 1 + max(map(layer, arrows[package]), default=-1)
 
     @cache
-    def reached(wing):
-        return arrows[wing].union(*map(reached, arrows[wing]))
+    def reached(package):
+        return arrows[package].union(*map(reached, arrows[package]))
 
-    def middle(wing):
-        users = [place[user][0] for user in place if wing in arrows[user]]
-        return sum(users) / max(len(users), 1), wing
+    def middle(package):
+        users = [place[user][0] for user in place if package in arrows[user]]
+        return sum(users) / max(len(users), 1), package
 
-    top = max(map(floor, arrows))
+    top = max(map(layer, arrows))
     for level in range(top, -1, -1):
-        row = sorted((wing for wing in arrows if floor(wing) == level), key=middle)
-        place |= {wing: (WIDTH * (i + 0.5) / len(row), TOP + ROW * (top - level)) for i, wing in enumerate(row)}
-    for wing, (x, y) in place.items():
-        direct = [other for other in sorted(arrows[wing]) if not any(other in reached(way) for way in arrows[wing])]
+        row = sorted((package for package in arrows if layer(package) == level), key=middle)
+        place |= {package: (WIDTH * (i + 0.5) / len(row), TOP + ROW * (top - level)) for i, package in enumerate(row)}
+    for package, (x, y) in place.items():
+        direct = [
+            other for other in sorted(arrows[package]) if not any(other in reached(way) for way in arrows[package])
+        ]
         out += [_arrow(x, y + HEIGHT, place[other][0], place[other][1] - 1) for other in direct]
-    for wing, (x, y) in place.items():
-        numbers = [f"stage {', '.join(stages[wing])}"] if wing in stages else []
-        out += _box(x - BOX / 2, y, BOX, [wing, *numbers], bool(numbers))
+    for package, (x, y) in place.items():
+        numbers = [f"stage {', '.join(stages[package])}"] if package in stages else []
+        out += _box(x - BOX / 2, y, BOX, [package, *numbers], bool(numbers))
     height = TOP + ROW * top + HEIGHT + 12
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
         'font-size="11.5"><defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" '
         'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="#777"/></marker></defs>',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        '<text x="3" y="20" font-weight="bold">The path of the data</text>',
-        '<text x="3" y="106" font-weight="bold">The wings; arrows are imports</text>', *out, "</svg>\n",
+        '<text x="3" y="20" font-weight="bold">The stages of a step</text>',
+        '<text x="3" y="106" font-weight="bold">The packages; arrows are imports</text>', *out, "</svg>\n",
     ])  # fmt: skip
 
 

@@ -35,13 +35,13 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     """
     model = type(module).__name__
     if context is None:
-        raise Unfit("does not get the context that Policy.states hands to the model", model)
+        raise Unfit("does not pass keyword arguments on to its attention", model)
     if s_aux is not None:
         raise Unfit("has attention sinks", model)
     if softcap is not None:
         raise Unfit("has soft-capped attention", model)
     if attention_mask is not None:
-        raise Unfit("has a mask of its own", model)
+        raise Unfit("has a custom attention mask", model)
     if not getattr(module, "is_causal", True):
         raise Unfit("lets tokens attend to later ones", model)
     if sliding_window is not None and context.longest > sliding_window:

@@ -57,7 +57,7 @@ def dry_run(model: PreTrainedModel) -> DryRun:
             obstacle = error.obstacle
         except Exception as error:  # the first rollout would raise the same
             reason = " ".join(str(error).split()).split(". ")[0][:200]
-            obstacle = f"fails where the engine runs it ({type(error).__name__}: {reason})"
+            obstacle = f"fails in the engine's forward pass ({type(error).__name__}: {reason})"
     return DryRun(obstacle, watch.grouped)
 
 
@@ -168,9 +168,9 @@ class Shapes:
     ) -> torch.Tensor:
         """Check the shapes of one layer's attention, and return [N, H, d] without values."""
         if key.shape != value.shape:
-            raise Unfit(f"has keys of width {key.shape[-1]} and values of width {value.shape[-1]}")
+            raise Unfit(f"has head dimension {key.shape[-1]} in keys and {value.shape[-1]} in values")
         if key.shape[-1] != self.width:
-            raise Unfit(f"has keys of width {key.shape[-1]} in layer {layer}, and its config says {self.width}")
+            raise Unfit(f"has head dimension {key.shape[-1]} in layer {layer}, but {self.width} in its config")
         if layer in self.layers:
             raise Unfit(f"attends more than once in layer {layer}")
         self.layers.add(layer)
@@ -192,7 +192,7 @@ class OpTrace(TorchDispatchMode):
             self.grouped = True
             return args[0].new_empty(len(args[0]), args[1].shape[-1])
         if _waits(function, args, kwargs):
-            raise Unfit(f"waits for the device in its forward pass ({function._schema.name})")
+            raise Unfit(f"syncs with the device in its forward pass ({function._schema.name})")
         return function(*args, **kwargs)
 
 

@@ -285,12 +285,12 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
     if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
         raise ValueError(f"{name} is not a causal LM; load the model with AutoModelForCausalLM")
     if model.base_model is model:  # such as Llama 4's text model, which has the prefix of its multimodal model
-        raise ValueError(f"{name}: there is no {model.base_model_prefix!r} in it, whose states the head would take")
+        raise ValueError(f"{name}: it has no submodule {model.base_model_prefix!r} that returns the hidden states")
     _refuse_quantized(model)
     for knob in ("logits_scaling", "logit_scale"):
         if getattr(model.config, knob, 1) not in (1, None):
             raise ValueError(
-                f"{name}: config.{knob}={getattr(model.config, knob)} changes the head, which is not supported"
+                f"{name}: config.{knob}={getattr(model.config, knob)} scales the logits, which is not supported"
             )
     obstacle, grouped = dry_run(model)
     if obstacle and not own_attention:

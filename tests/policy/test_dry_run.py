@@ -26,15 +26,15 @@ from fastgrpo.policy.ref_model import frozen_copy
 from fastgrpo.rollout.engine import RolloutEngine
 
 REFUSED = {
-    "deepseek_v2": "keys of width 16 and values of width 8",
-    "nemotron": "does not get the context",
+    "deepseek_v2": "head dimension 16 in keys and 8 in values",
+    "nemotron": "does not pass keyword arguments on",
     "gemma2": "soft-capped attention",
     "gemma4_text": "'head_dim' is a per-layer attribute",
     "gpt_oss": "attention sinks",
     "lfm2": r"layers that are not plain attention \(conv\)",
-    "doge": "a mask of its own",
+    "doge": "a custom attention mask",
     "diffllama": "attends more than once in layer 0",
-    "jetmoe": "waits for the device",
+    "jetmoe": "syncs with the device",
     "bert": "lets tokens attend to later ones",
     "bloom": "does not use transformers' attention interface",
     "llama": "dynamic rotary frequencies",
@@ -70,7 +70,7 @@ class Asking(torch.nn.Module):
 def test_a_layer_that_waits_for_the_device_is_refused_wherever_it_stands(ask):
     model = tiny.model(num_hidden_layers=6)
     model.model.layers[4].mlp = Asking(model.model.layers[4].mlp, ask)
-    with pytest.raises(ValueError, match="waits for the device"):
+    with pytest.raises(ValueError, match="syncs with the device"):
         prepare(model)
 
 
@@ -129,7 +129,7 @@ def test_gpt2_does_not_look_for_its_padding():
     """Its check for padding without a mask would wait for the device in every step."""
     model = architectures.tiny_model("gpt2")
     assert dry_run(model).obstacle is None and model.config.pad_token_id == 0
-    with torch.no_grad(), pytest.raises(ValueError, match="waits for the device"), module.OpTrace():
+    with torch.no_grad(), pytest.raises(ValueError, match="syncs with the device"), module.OpTrace():
         without_weights(model).base_model(torch.zeros(1, 3, dtype=torch.int64, device="meta"))
 
 

@@ -21,7 +21,7 @@ README = ROOT / "README.md"
 MORE = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
 PAGES = [README, *MORE, *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {path: path.read_text() for path in PAGES}
-PUBLIC = ("fastgrpo", *(f"fastgrpo.{wing}" for wing in ("config", "data", "rewards", "trainer")))
+PUBLIC = ("fastgrpo", *(f"fastgrpo.{name}" for name in ("config", "data", "rewards", "trainer")))
 NOW = ("llama", "qwen3_moe", "gemma3_text", "gpt_oss", "bloom")  # the other architectures are slow
 COMMANDS = [evaluate, chat, sft, distill, doctor, report_command]
 
@@ -117,25 +117,25 @@ def test_the_figures_of_the_readme_are_those_of_the_results():
     assert [figure for figure in figures if figure not in TEXTS[README]] == []
 
 
-def test_the_drawing_of_the_wings_equals_the_imports():
+def test_the_drawing_of_the_packages_equals_the_imports():
     drawing = runpy.run_path(str(ROOT / "docs" / "pictures" / "architecture.py"))
     assert drawing["draw"]() == drawing["PICTURE"].read_text(), "run `make drawing`"
 
 
 def test_the_page_of_the_architecture_lists_every_module():
-    path, beside = TEXTS[ROOT / "docs" / "architecture.md"].split("## Beside the path")
+    path, others = TEXTS[ROOT / "docs" / "architecture.md"].split("## Other packages")
     listed = {wing: block for wing, block in re.findall(r"### (\w+)\n.*?```text\n(.*?)```", path, re.DOTALL)}
     for folder in [ROOT / "kernels", *(wing.parent for wing in (ROOT / "fastgrpo").glob("*/__init__.py"))]:
         modules = {file.stem for file in folder.glob("*.py")} - {"__init__"}
         if folder.name in listed:
             assert {line.split()[0] for line in listed[folder.name].splitlines()} == modules, folder.name
         else:
-            (line,) = re.findall(rf"^{folder.name} .*", beside, re.MULTILINE)
+            (line,) = re.findall(rf"^{folder.name} .*", others, re.MULTILINE)
             assert modules <= set(re.findall(r"\w+", line)), folder.name
 
 
 def test_the_table_of_objectives_has_every_loss_type():
-    table = TEXTS[ROOT / "docs" / "objectives.md"].split("## One table")[1].split("**")[0]
+    table = TEXTS[ROOT / "docs" / "objectives.md"].split("## Loss types")[1].split("**")[0]
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(LOSS_TYPES)
 
 

@@ -11,8 +11,8 @@ from paths import ROOT
 import fastgrpo
 
 KERNELS = sorted((ROOT / "kernels").glob("*.py"))
-# The floors of the house, the lowest first: a wing imports from floors below it, and from itself.
-FLOORS = (
+# The layers, the lowest first: a package imports from lower layers, and from itself.
+LAYERS = (
     {"kernels", "_version"},
     {"loss", "ranks"},
     {"config", "data", "integrations"},
@@ -71,13 +71,13 @@ def name_of(path):
     return str(path.relative_to(ROOT).with_suffix("")).replace("/", ".").removesuffix(".__init__")
 
 
-def wing_of(module):
-    """The wing of a module: fastgrpo.run.log -> run; fastgrpo.train -> train; fastgrpo -> __init__."""
+def package_of(module):
+    """The package of a module: fastgrpo.run.log -> run; fastgrpo.train -> train; fastgrpo -> __init__."""
     return ".".join(module.split(".")[1:2]) or "__init__"
 
 
-def floor_of(module):
-    return next(floor for floor, wings in enumerate(FLOORS) if wing_of(module) in wings)
+def layer_of(module):
+    return next(layer for layer, packages in enumerate(LAYERS) if package_of(module) in packages)
 
 
 def reached(path):
@@ -86,20 +86,20 @@ def reached(path):
     return {module for module in imports(path) if module in known and module != name_of(path)}
 
 
-def test_a_wing_imports_only_floors_below_it():
+def test_a_package_imports_only_lower_layers():
     """A package's own names, which fastgrpo/__init__.py loads when they are asked for, are used by people, not here."""
     above = [
-        f"{mine} (floor {floor_of(mine)}) imports {module} (floor {floor_of(module)})"
+        f"{mine} (layer {layer_of(mine)}) imports {module} (layer {layer_of(module)})"
         for path, mine in ((path, name_of(path)) for path in MODULES)
         for module in reached(path)
-        if floor_of(module) >= floor_of(mine) and wing_of(module) != wing_of(mine)
+        if layer_of(module) >= layer_of(mine) and package_of(module) != package_of(mine)
     ]
     assert not above
 
 
-def test_every_wing_has_a_floor_and_every_floor_its_wings():
-    wings = {wing_of(name_of(path)) for path in MODULES}
-    assert wings | {"kernels"} == set().union(*FLOORS)
+def test_every_package_has_a_layer_and_every_layer_its_packages():
+    packages = {package_of(name_of(path)) for path in MODULES}
+    assert packages | {"kernels"} == set().union(*LAYERS)
 
 
 def test_no_chain_of_imports_is_a_circle():
