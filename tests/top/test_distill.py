@@ -6,6 +6,7 @@ import re
 import pytest
 import tiny
 from mistakes import check
+from paths import ROOT
 from ranks import start
 from samples import answer
 
@@ -14,9 +15,9 @@ from fastgrpo.config.settings import SelectionConfig
 from fastgrpo.data.records import Prompt
 from fastgrpo.data.rows import Rows
 from fastgrpo.distill import REASONS, parse, repetition, select
-from fastgrpo.evaluation import heldout
 from fastgrpo.rewards.call import Rewards
 
+CHUNK = distill.CHUNK
 OWN = """
 def right(completions, prompts, **columns):
     return [float(len(text) % 2 == len(prompt) % 2) for text, prompt in zip(completions, prompts)]
@@ -24,30 +25,16 @@ def right(completions, prompts, **columns):
 def wrong(completions, **columns):
     return [0.0] * len(completions)
 """
-# The command as the fixture `given` has it, for other processes.
-SMALL = """
-import sys
-from fastgrpo import distill
-from fastgrpo.config.settings import SelectionConfig
-from fastgrpo.data.records import Prompt
-from fastgrpo.evaluation import heldout
-
-distill.CHUNK = 2
-heldout.stop_token_ids = lambda policy, tokenizer: tuple(range(1, 100))
-sys.exit(distill.main())
-"""
 
 
 @pytest.fixture
 def given(tmp_path, monkeypatch):
-    tiny.save(tmp_path / "model")
+    tiny.save(tmp_path / "model", eos_token_id=[*range(1, 100)])  # random weights hardly ever draw a single end token
     prompts = ["ab", "c", "ab", "defg", "c"]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
     (tmp_path / "distilling_rewards.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(distill, "CHUNK", 2)  # so that three prompts need two rounds
-    # A model with random weights hardly ever draws its end token.
-    monkeypatch.setattr(heldout, "stop_token_ids", lambda policy, tokenizer: tuple(range(1, 100)))
     return (
         f"{tmp_path / 'model'} --task dataset --dataset_name {tmp_path / 'train.jsonl'} --device cpu "
         f"--max_completion_length 6 --num_generations 6 --output {tmp_path / 'out.jsonl'} "
@@ -92,13 +79,12 @@ def test_mistakes(given, tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_two_processes_keep_what_one_keeps(given, tmp_path, capsys):
-    """The second chunk has one prompt, so that rank 1 has none."""
+def test_two_processes_keep_what_one_keeps(given, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(distill, "CHUNK", CHUNK)
     assert distill.main(given) == 0
     told = capsys.readouterr().out
-    (tmp_path / "small.py").write_text(SMALL)
     given[given.index("--output") + 1] = str(tmp_path / "two.jsonl")
-    with start([tmp_path / "small.py", *given]) as job:
+    with start(["-m", "fastgrpo.distill", *given], PYTHONPATH=f"{ROOT}:{tmp_path}") as job:
         assert job.wait() == 0, job.told()
         two, other = job.rank(0), job.rank(1)
     assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "out.jsonl").read_bytes()
