@@ -3,11 +3,12 @@
 import dataclasses
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from fastgrpo.data.records import Sample
@@ -165,6 +166,20 @@ class RolloutBackend(ABC):
             The completions of the groups that finished, by request_id.
         """
 
+    def check_finite(self, groups: Mapping[int, Sequence[Sample]]) -> None:
+        """Raise a ValueError if a log-prob of these completions is not finite, and name the weight that is not."""
+        if all(sample.logps.isfinite().all() for samples in groups.values() for sample in samples):
+            return
+        for name, weight in self.policy.module.named_parameters():
+            values = weight.to_local() if isinstance(weight, DTensor) else weight
+            if bad := values.numel() - int(values.isfinite().sum()):
+                raise ValueError(
+                    f"{bad:,} of the {values.numel():,} values of the weight {name} are NaN or infinite, and so are "
+                    "log-probs of completions; start from another checkpoint"
+                )
+        raise ValueError("log-probs of completions are NaN or infinite, although all weights are finite; try --dtype "
+                         "float32")  # fmt: skip
+
     def metrics(self) -> dict[str, float]:
         """Return the metrics since the backend was last idle.
 
@@ -198,7 +213,7 @@ class RolloutBackend(ABC):
             B * G samples; those of a prompt are adjacent.
 
         Raises:
-            ValueError: A prompt is invalid, or the backend is not idle.
+            ValueError: A prompt is invalid, the backend is not idle, or log-probs are not finite.
         """
         if self.has_unfinished_requests():
             raise ValueError("generate needs an idle backend; finish or abort the requests in flight first")
@@ -208,7 +223,9 @@ class RolloutBackend(ABC):
                 self.add_request(prompt, num_generations, sampling, request_id=request_id)
             work = left = self.work_left()
             while self.has_unfinished_requests():
-                groups |= self.step()
+                finished = self.step()
+                self.check_finite(finished)
+                groups |= finished
                 if progress is not None:
                     progress((left - self.work_left()) / work)
                     left = self.work_left()

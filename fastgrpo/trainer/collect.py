@@ -204,7 +204,9 @@ def first_finished(
         for request_id, prompt in prompts.items():
             engine.add_request(prompt, num_generations, sampling, request_id=request_id)
         while len(groups) < count:
-            for request_id, rollouts in engine.step().items():
+            done = engine.step()
+            engine.check_finite(done)
+            for request_id, rollouts in done.items():
                 if len(groups) < count:
                     groups[request_id] = rollouts
                     if finished is not None:
