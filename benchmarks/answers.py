@@ -1,4 +1,4 @@
-"""Rows of the head as training has them: a model's own answers, with the hidden states that predict their tokens.
+"""Rows of the head as in training: a model's answers, with the hidden states that predict their tokens.
 
 Shapes: S answers, N tokens of all of them, V vocabulary, D hidden.
 """
@@ -21,17 +21,17 @@ from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.tasks.gsm8k import sums, to_row
 
 GROUP = 8  # answers to one prompt, as in fastgrpo/recipes/smollm2-135m-sums.yaml
-AT_ONCE = 32  # answers that are drawn at a time
+AT_ONCE = 32  # answers in flight
 
 
 class Work(NamedTuple):
-    """What completions are drawn from.
+    """A policy and its prompts.
 
     Attributes:
         policy: The policy.
         prompts: Token ids of each prompt.
         stops: Tokens that end a completion.
-        max_tokens: Most tokens of a completion.
+        max_tokens: Maximum tokens of a completion.
     """
 
     policy: Policy
@@ -44,7 +44,7 @@ class Answers(NamedTuple):
     """The rows of a model's answers.
 
     Attributes:
-        batch: All tokens of the answers, side by side and all of them active. Its `length` is the longest answer's.
+        batch: All tokens of the answers, concatenated and all active. Its `length` is that of the longest answer.
         lengths: [S] int64 tokens of each answer.
     """
 
@@ -53,13 +53,13 @@ class Answers(NamedTuple):
 
     @property
     def places(self) -> torch.Tensor:
-        """[N] int64. Where each token lies once every answer is padded to the longest."""
+        """[N] int64. The index of each token after every answer is padded to the longest."""
         starts = torch.arange(len(self.lengths)) * self.batch.length
         first = self.lengths.cumsum(0) - self.lengths
         return torch.arange(int(self.lengths.sum())) + (starts - first).repeat_interleave(self.lengths)
 
     def padded(self) -> Batch:
-        """Return the same tokens with every answer padded to the longest, for a head that takes sequences."""
+        """Return the same tokens with every answer padded to the longest, for a head that needs sequences."""
         places, batch, size = self.places, self.batch, len(self.lengths) * self.batch.length
 
         def spread(values):
@@ -77,9 +77,9 @@ def load_work(model: str, problems: str | None, prompts: int, max_tokens: int) -
 
     Args:
         model: Folder of the model.
-        problems: Folder with GSM8K's test.jsonl; None for the sums of `fastgrpo.tasks.gsm8k` that are trained on.
-        prompts: How many problems.
-        max_tokens: Most tokens of an answer.
+        problems: Folder with GSM8K's test.jsonl, or None for the training sums of `fastgrpo.tasks.gsm8k`.
+        prompts: Number of problems.
+        max_tokens: Maximum tokens of an answer.
     """
     policy, tokenizer = load_policy(model, dtype="float32", device="cpu")
     if problems is None:
@@ -95,11 +95,8 @@ def load_work(model: str, problems: str | None, prompts: int, max_tokens: int) -
 def draw(work: Work) -> Answers:
     """Draw `GROUP` answers to each prompt at temperature 1, and compute the hidden states that predict their tokens.
 
-    Rewards are 1 or -1 at random, and advantages are standardized within groups. The log-probs of the policy that drew
-    the answers are those that the rollout measured. Every call draws the same.
-
-    Args:
-        work: What they are drawn from.
+    Rewards are 1 or -1 at random, and advantages are standardized within groups. Old log-probs are those of the
+    rollout. Every call draws the same answers.
     """
     engine = RolloutEngine(work.policy, max_num_seqs=AT_ONCE)
     sampling = SamplingParams(temperature=1.0, max_tokens=work.max_tokens, stop_token_ids=work.stops, seed=0)

@@ -1,4 +1,4 @@
-"""Tiny models of many architectures, and docs/architectures.md, which tells what became of each when it was tried.
+"""Tiny models of many architectures, and docs/architectures.md with a verdict for each.
 
 `make pages` writes the page. For a verdict, the engine draws from the tiny model. Its log-probs, and those of training,
 are compared with the model's own forward pass.
@@ -36,8 +36,8 @@ LATENT = {
     "v_head_dim": 8,
 }  # fmt: skip
 WINDOW = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]}
-# model_type -> what its tiny config has beside SHAPE. What decides the verdict is as in published models: a window is
-# shorter than the context, Granite's logits are scaled.
+# model_type -> fields of its tiny config besides SHAPE. Fields that determine the verdict are as in published models: a
+# window shorter than the context, Granite's scaled logits.
 ARCHITECTURES = {
     "llama": {},
     "llama4_text": EXPERTS | {"num_local_experts": 4, "intermediate_size_mlp": 64, "head_dim": 8},
@@ -105,11 +105,11 @@ liger-kernel need a GPU; here they were only checked in this way. `make pages` r
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of an architecture.
+    """Verdict on an architecture.
 
     Attributes:
         word: works, hf only or no.
-        note: The reason, or what a user of it must know.
+        note: The reason, or a limitation.
     """
 
     word: str
@@ -121,7 +121,7 @@ def class_of(name):
 
 
 def tiny_model(name, **changes):
-    """A model of random weights, scaled up so that its choices are no near ties."""
+    """Create a model with random weights, scaled up to avoid near ties between tokens."""
     config = CONFIG_MAPPING[name](**SHAPE | ARCHITECTURES.get(name, {}) | changes)
     torch.manual_seed(0)
     model = class_of(name)(config).eval()
@@ -133,7 +133,7 @@ def tiny_model(name, **changes):
 
 
 def verdict(name):
-    """Try one architecture. Raises AssertionError where what is accepted is computed wrongly."""
+    """Try one architecture. Raises AssertionError if an accepted model is computed wrongly."""
     try:
         policy = prepare(tiny_model(name))
     except Unfit as error:
@@ -151,7 +151,7 @@ def verdict(name):
 
 
 def agrees(policy, backend):
-    """Assert that rollouts and training compute what the model's own forward pass computes."""
+    """Assert that rollouts and training agree with the model's own forward pass."""
     for temperature in (0.0, 1.0):
         sampling = SamplingParams(temperature=temperature, max_tokens=10, seed=3)
         rollouts = backend.generate(PROMPTS, 2, sampling)
@@ -168,14 +168,14 @@ def agrees(policy, backend):
 
 @torch.no_grad()
 def own_logps(model, sample):
-    """The log-probs [T, V] at each token of the completion, by the model itself on this sequence alone."""
+    """Return the log-probs [T, V] at each token of the completion, by the model's own forward pass on this sequence."""
     ids = torch.tensor([sample.prompt_ids + sample.ids])
     logits = model(ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
     return logits.float().log_softmax(-1)
 
 
 def row(name):
-    """The architecture's line of the page."""
+    """Return the architecture's line of the page."""
     found = verdict(name)
     return f"| `{name}` | {class_of(name).__name__} | {found.word} | {found.note} |\n"
 

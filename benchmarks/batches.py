@@ -10,9 +10,9 @@ import torch
 from fastgrpo import Objective
 from fastgrpo.kernels import reference
 
-LOGIT_STD = 7.0  # an entropy of 1.9 nats at V = 151936: nearer to a trained model than the 11 of unit logits
-LOG_RATIOS = (-0.5, -0.05, 0.05, 0.5)  # clipped or not by a wide margin: rounding decides for no token
-TOKENS_AT_ONCE = 256  # tokens whose full logits are held while a batch is drawn and while the truth is computed
+LOGIT_STD = 7.0  # an entropy of 1.9 nats at V = 151936, closer to a trained model than the 11 of unit logits
+LOG_RATIOS = (-0.5, -0.05, 0.05, 0.5)  # far from the clip range, so that rounding does not matter
+TOKENS_AT_ONCE = 256  # tokens with full logits in memory, when a batch is drawn and when the truth is computed
 OBJECTIVE = Objective()
 
 
@@ -20,13 +20,13 @@ class Batch(NamedTuple):
     """The inputs of one GRPO step over the head.
 
     Attributes:
-        hidden: [N, D] hidden states, which require a gradient.
-        weight: [V, D] weight of the head, which requires a gradient.
+        hidden: [N, D] hidden states, which require grad.
+        weight: [V, D] weight of the head, which requires grad.
         targets: [N] token ids.
-        advantages: [N] floats, the same for all tokens of a sequence.
+        advantages: [N] floats, equal for all tokens of a sequence.
         old_logps: [N] fp32 log-probs of the targets under the policy that drew them.
-        mask: [N] bools, true where a token is active.
-        rows: [M] positions of the active tokens, on the host.
+        mask: [N] bool, True for active tokens.
+        rows: [M] indices of the active tokens, on the host.
         length: Tokens of a sequence.
     """
 
@@ -40,11 +40,7 @@ class Batch(NamedTuple):
     length: int
 
     def masked(self, share: float) -> "Batch":
-        """Return the same batch with a share of its tokens active, spread evenly.
-
-        Args:
-            share: Between 0 and 1; 1 is all tokens.
-        """
+        """Return the same batch with a share of its tokens active, spread evenly; 1 is all tokens."""
         position = torch.arange(len(self.mask))
         mask = ((position + 1) * share).long() > (position * share).long()
         mask |= share >= 1
@@ -52,15 +48,15 @@ class Batch(NamedTuple):
 
 
 def make_batch(n: int, d: int, v: int, *, length: int, dtype: torch.dtype, device: str | torch.device) -> Batch:
-    """Draw hidden states and a head, and the targets from the distribution that they make. All tokens are active.
+    """Draw hidden states and a head, and the targets from their distribution. All tokens are active.
 
     Args:
         n: Tokens.
         d: Width of the hidden states.
         v: Size of the vocabulary.
         length: Tokens of a sequence.
-        dtype: Dtype of hidden states and weight.
-        device: Where the batch lies.
+        dtype: dtype of hidden states and weight.
+        device: Device of the batch.
     """
     torch.manual_seed(0)
     hidden = torch.randn(n, d, device=device).to(dtype)
@@ -85,10 +81,10 @@ def make_batch(n: int, d: int, v: int, *, length: int, dtype: torch.dtype, devic
 
 
 class Truth(NamedTuple):
-    """What an exact head would compute, in fp64.
+    """Results of an exact head, in fp64.
 
     Attributes:
-        logps: [N] log-probs of the targets, 0 where a token is not active.
+        logps: [N] log-probs of the targets, 0 for inactive tokens.
         hidden: [N, D] gradient of the hidden states.
         weight: [V, D] gradient of the weight.
     """
@@ -99,11 +95,7 @@ class Truth(NamedTuple):
 
 
 def truth(batch: Batch) -> Truth:
-    """Compute the loss's gradients in fp64 by autograd through kernels/reference.py, a few tokens at a time.
-
-    Args:
-        batch: Inputs of the head.
-    """
+    """Compute the gradients of the loss in fp64 by autograd through kernels/reference.py, a few tokens at a time."""
     hidden, weight = batch.hidden.detach().double(), batch.weight.detach().double().requires_grad_()
     result = Truth(hidden.new_zeros(len(hidden)), torch.zeros_like(hidden), torch.zeros_like(weight))
     for rows in batch.rows.to(hidden.device).split(TOKENS_AT_ONCE):
@@ -120,10 +112,5 @@ def truth(batch: Batch) -> Truth:
 
 
 def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the norm of the difference over the norm of what was expected.
-
-    Args:
-        value: A tensor that some head computed.
-        expected: The same in fp64.
-    """
+    """Return the norm of the difference relative to the norm of the expected tensor in fp64."""
     return ((value.double() - expected).norm() / expected.norm()).item()

@@ -1,9 +1,9 @@
-"""Training on groups with a long prompt, computed once for all completions of a group or once for each of them.
+"""Training on groups with a long prompt, computed once per group or once per completion.
 
 A training pass goes from token ids through layers, head and GRPO loss to the gradients of all weights, in micro-batches
 of the default token budget, with and without gradient checkpointing. The model has random weights. On a GPU it has the
-shape of Qwen2.5-0.5B in bf16 and there are four groups; on a CPU it is a small model in fp32 with one group. The
-benchmark asserts that both variants give the same gradients.
+shape of Qwen2.5-0.5B in bf16, with four groups. On a CPU it is a small model in fp32, with one group. The benchmark
+asserts that both variants give the same gradients.
 
     pytest benchmarks/bench_attention.py --benchmark-only
 
@@ -31,8 +31,8 @@ from fastgrpo.policy.varlen import kernel_for
 ROUNDS = 2 if SMALL else 10
 SECONDS = 60  # time limit of the rounds for one setting
 MAX_TOKENS = 16384
-BAR = 0.45  # largest share of the time with a prompt for each completion (prompt 1024, completions 256, G = 8)
-DIFFERENCE = 0.05 if CUDA else 1e-4  # largest relative difference of the gradients: bf16 rounds through 24 layers
+BAR = 0.45  # maximum time relative to one prompt per completion (prompt 1024, completions 256, G = 8)
+DIFFERENCE = 0.05 if CUDA else 1e-4  # maximum relative difference of the gradients: bf16 rounds in each of 24 layers
 
 
 class Setting(NamedTuple):
@@ -60,11 +60,7 @@ else:
 
 
 def make_samples(setting: Setting) -> list[Sample]:
-    """Draw random prompts, completions and advantages, the same ones at each call.
-
-    Args:
-        setting: How many and how long they are.
-    """
+    """Draw random prompts, completions and advantages, equal in each call."""
     generator = torch.Generator().manual_seed(0)
 
     def ids(count: int) -> list[int]:
@@ -79,15 +75,12 @@ def make_samples(setting: Setting) -> list[Sample]:
 
 
 def training_pass(policy: Policy, samples: list[Sample], share_prompt: bool) -> int:
-    """Run forward and backward over all samples, and add the gradients to those that the weights have.
+    """Run forward and backward over all samples, accumulate the gradients, and return the number of model inputs.
 
     Args:
         policy: The policy.
-        samples: Groups of completions, the completions of a prompt side by side.
-        share_prompt: Whether a prompt goes through the model once for all its completions.
-
-    Returns:
-        The tokens that went through the model.
+        samples: Groups of completions; those of a prompt are adjacent.
+        share_prompt: Whether a prompt is computed once for all its completions.
     """
     weight, bias, _ = policy.head
     count, tokens = sum(len(sample.ids) for sample in samples), 0
@@ -103,11 +96,7 @@ def training_pass(policy: Policy, samples: list[Sample], share_prompt: bool) -> 
 
 
 def take_gradients(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Return a copy of every weight's gradient, and set the gradients to 0.
-
-    Args:
-        model: The model.
-    """
+    """Return a copy of every weight's gradient, and set the gradients to 0."""
     taken = [parameter.grad.clone() for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad.zero_()
@@ -115,12 +104,7 @@ def take_gradients(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def difference(ones: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    """Return the norm of all differences over the norm of all gradients.
-
-    Args:
-        ones: Gradients of one variant, a tensor for each weight.
-        others: Gradients of the other variant.
-    """
+    """Return the norm of all differences relative to the norm of all gradients."""
     apart = sum((one - other).double().square().sum() for one, other in zip(ones, others, strict=True))
     return (apart / sum(other.double().square().sum() for other in others)).sqrt().item()
 
@@ -140,7 +124,7 @@ def test_shared_prompt(benchmark: BenchmarkFixture, capsys: pytest.CaptureFixtur
 
     def variant(share_prompt: bool) -> Callable[[], None]:
         def call() -> None:
-            training_pass(policy, samples, share_prompt)  # gradients add up in place: nothing is left
+            training_pass(policy, samples, share_prompt)  # gradients are accumulated in place
 
         return call
 

@@ -1,14 +1,14 @@
-"""Training steps on a CPU whose cores are shared with another process, by how the threads of torch wait for each other.
+"""Training steps on a CPU shared with another process, for different wait policies of torch's threads.
 
-Between two parallel loops the threads of OpenMP spin or sleep. The variants, each in a process of its own:
+Between two parallel loops, OpenMP threads spin or sleep. The variants, each in its own process:
 
-    fastgrpo             as torch runs by itself: idle threads spin for a while
-    fastgrpo, sleeping   idle threads sleep at once (OMP_WAIT_POLICY=passive)
-    fastgrpo, 1 thread   one thread has nobody to wait for
+    fastgrpo             the default: idle threads spin for a while
+    fastgrpo, sleeping   idle threads sleep immediately (OMP_WAIT_POLICY=passive)
+    fastgrpo, 1 thread   one thread, which never waits
 
-Each takes its turns on cores that nothing else uses (`quiet`) and beside a process that computes without a pause on one
-thread (`beside another process`), which is stopped in between. A step is that of bench_step.py, and, where
-FASTGRPO_SMOLLM2 names a folder that `python -m fastgrpo.recipes.smollm2 FOLDER` has made, that of bench_pretrained.py.
+Each is timed on idle cores (`quiet`) and beside a process that computes continuously on one thread (`beside another
+process`), which is otherwise stopped. A step is that of bench_step.py and, if FASTGRPO_SMOLLM2 names a folder made by
+`python -m fastgrpo.recipes.smollm2 FOLDER`, also that of bench_pretrained.py.
 
     pytest benchmarks/bench_busy.py --benchmark-only
 
@@ -37,8 +37,8 @@ VARIANTS = {
     "fastgrpo, 1 thread": {"OMP_NUM_THREADS": "1"},
 }
 CASES = ("quiet", "beside another process")
-LEAST = {"quiet": 0.95, "beside another process": 1.0}  # of the speed with spinning threads: what a default would need
-# It ends by itself where the benchmark was killed.
+LEAST = {"quiet": 0.95, "beside another process": 1.0}  # speed relative to spinning threads, to become the default
+# It exits if the benchmark is killed.
 OTHER = """import os, torch
 torch.set_num_threads(1)
 a, parent = torch.randn(512, 512), os.getppid()
@@ -49,11 +49,7 @@ while os.getppid() == parent:
 
 @contextlib.contextmanager
 def another_process() -> Iterator[Callable[[bool], None]]:
-    """Start a process that computes on one thread, stopped at first.
-
-    Yields:
-        A function that lets it go on (True) or stops it (False).
-    """
+    """Start a process that computes on one thread, initially stopped. Yield a function that continues or stops it."""
     process = subprocess.Popen([sys.executable, "-c", OTHER])
     process.send_signal(signal.SIGSTOP)
     try:
@@ -64,12 +60,7 @@ def another_process() -> Iterator[Callable[[bool], None]]:
 
 
 def seconds_beside(contestant: Contestant, other: Callable[[bool], None]) -> float:
-    """Take a step while the other process runs, and return its seconds.
-
-    Args:
-        contestant: The one whose turn it is.
-        other: What `another_process` yields.
-    """
+    """Run a step while the other process runs, and return its seconds."""
     other(True)
     try:
         return contestant.seconds("fastgrpo")
@@ -78,12 +69,7 @@ def seconds_beside(contestant: Contestant, other: Callable[[bool], None]) -> flo
 
 
 def contestants_of(model: str, folder: Path) -> dict[str, Contestant]:
-    """Return the trainers by variant, each of which will be in a process of its own.
-
-    Args:
-        model: "0.8m" or "SmolLM2-135M".
-        folder: Where they may write.
-    """
+    """Return the trainers by variant, for the model "0.8m" or "SmolLM2-135M"."""
     if model == "0.8m":
         bench_step.save_model(folder / "model", model)
         entry, options = "benchmarks.bench_step:our_entry", {"path": str(folder / "model"), "size": model}

@@ -1,14 +1,14 @@
 """The kernels of a rollout: decode attention with a shared prompt against SDPA, sampling against plain PyTorch.
 
 Attention is one layer of one decode step of 16 groups of 16 lanes with Qwen2.5's heads in bf16. Its variants are
-fastgrpo's kernel with one prompt for all lanes of a group, the same kernel with a prompt for each lane, and SDPA with a
-prompt for each lane. Sampling draws one token for each of 256 lanes from a vocabulary of 151,936, with the filters of
-`FILTERS`. The benchmark asserts that all variants give the same result.
+fastgrpo's kernel with one prompt per group, the same kernel with one prompt per lane, and SDPA with one prompt per
+lane. Sampling draws one token for each of 256 lanes from a vocabulary of 151,936, with the filters of `FILTERS`. The
+benchmark asserts that all variants give the same result.
 
     pytest benchmarks/bench_decode.py --benchmark-only
 
 Results are added to results/<device>.jsonl. With FASTGRPO_BENCH_SMALL=1, and without a GPU, the shapes are tiny and
-nothing is written; without a GPU the Triton kernels are named as missing.
+nothing is written. Without a GPU the Triton kernels are reported as missing.
 """
 
 from collections.abc import Callable
@@ -35,15 +35,9 @@ FILTERS = {"no filter": {}, "top_k 20": {"top_k": 20}, "top_p 0.95": {"top_p": 0
 
 
 def attention_variants(heads: int, key_heads: int, depth: int) -> dict[str, Callable[[], torch.Tensor]]:
-    """Make the variants of one decode step's attention over the same random queries, keys and values.
+    """Return the variants of one decode step's attention over the same random queries, keys and values.
 
-    Args:
-        heads: Query heads.
-        key_heads: Key heads.
-        depth: Width of a head.
-
-    Returns:
-        Functions that return the attention's output, [lanes, heads, depth].
+    Each returns its output [lanes, heads, depth].
     """
     lanes, options = PROMPTS * GROUP, {"dtype": DTYPE, "device": DEVICE}
     query = torch.randn(lanes, heads, depth, **options)

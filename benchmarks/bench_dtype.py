@@ -1,15 +1,15 @@
 """Training on a CPU in bfloat16 against float32: whole steps and rollouts, and the error of the log-probs.
 
 SmolLM2-135M-Instruct learns sums in GSM8K's template. A step has 4 prompts with 8 completions each of at most 64 tokens
-and a KL term; a rollout draws as many completions without stop tokens, so that both precisions draw equally many. Each
-precision is in a process of its own. The error is that of the log-probs of completions that the model in float32 has
-drawn: the same tokens in bfloat16, against the published weights in float32, and against the weights rounded to
-bfloat16 in float32, which leaves the error of the computation alone.
+and a KL term. A rollout draws as many completions without stop tokens, so that both precisions draw the same number of
+tokens. Each precision runs in its own process. The error is measured on log-probs of completions drawn by the model in
+float32: bfloat16 against the published weights in float32, and against the weights rounded to bfloat16 and computed in
+float32, which isolates the error of the computation.
 
     FASTGRPO_SMOLLM2=models/smollm2-135m pytest benchmarks/bench_dtype.py --benchmark-only
 
-The variable names a folder that `python -m fastgrpo.recipes.smollm2 FOLDER` has made. Results are added to
-results/cpu.jsonl. With FASTGRPO_BENCH_SMALL=1 a random model of a few weights runs, and nothing is written.
+The variable names a folder made by `python -m fastgrpo.recipes.smollm2 FOLDER`. Results are added to results/cpu.jsonl.
+With FASTGRPO_BENCH_SMALL=1 it runs a tiny random model and writes nothing.
 """
 
 import os
@@ -39,35 +39,21 @@ DTYPES = ("float32", "bfloat16")
 ROUNDS = 2 if SMALL else 5
 PROMPTS, GROUP, MAX_TOKENS = (2, 4, 6) if SMALL else (4, 8, 64)
 BETA = 0.04
-BAR = 1.5  # times the speed of float32
+BAR = 1.5  # speed relative to float32
 
 
 def make_rows() -> list[dict[str, Any]]:
-    """Return the rows that are trained on: sums, or words of the small model."""
+    """Return the training rows: sums, or words of the small model."""
     return bench_step.make_rows("0.8m") if SMALL else [to_row(row, None, True) for row in sums()[0][:64]]
 
 
 def rollout_of(policy: Policy, prompts: list[list[int]]) -> tuple[RolloutEngine, SamplingParams]:
-    """Make an engine for all completions at once, and sampling parameters without stop tokens.
-
-    Args:
-        policy: The policy.
-        prompts: Token ids of each prompt.
-    """
+    """Create an engine for all completions at once, and sampling parameters without stop tokens."""
     return RolloutEngine(policy, max_num_seqs=len(prompts) * GROUP), SamplingParams(max_tokens=MAX_TOKENS, seed=0)
 
 
 def our_entry(path: str, folder: str, dtype: str) -> Entry:
-    """Make the trainer of one precision.
-
-    Args:
-        path: Folder of the model.
-        folder: Where the run is written.
-        dtype: One of `DTYPES`.
-
-    Returns:
-        An entry whose variants take one step, which returns the step's metrics, and draw one rollout.
-    """
+    """Create the trainer of one precision. One variant runs a step and returns its metrics, the other a rollout."""
     config = GRPOConfig(
         output_dir=folder, prompts_per_step=PROMPTS, num_generations=GROUP, max_completion_length=MAX_TOKENS,
         beta=BETA, max_steps=10_000, device="cpu", dtype=dtype, gradient_checkpointing=False, use_liger_kernel=False,
@@ -86,14 +72,11 @@ def our_entry(path: str, folder: str, dtype: str) -> Entry:
 
 @torch.no_grad()
 def errors(path: str) -> dict[str, float]:
-    """Measure the error of bfloat16's log-probs.
-
-    Args:
-        path: Folder of the model.
+    """Measure the error of the log-probs in bfloat16.
 
     Returns:
         The mean and the largest difference to the log-probs in float32, in nats, with the published weights and with
-        the rounded ones, and the mean of the negative log-probs themselves.
+        the rounded ones, and the mean negative log-prob.
     """
     (exact, tokenizer), (policy, _) = (load_policy(path, dtype=dtype, device="cpu") for dtype in DTYPES)
     prompts = [to_prompt(row, tokenizer, {}).ids for row in make_rows()[:PROMPTS]]
@@ -113,12 +96,7 @@ def errors(path: str) -> dict[str, float]:
 
 
 def judged(found: Contest, measured: dict[str, float]) -> tuple[list[dict[str, Any]], dict[str, Bar]]:
-    """Return rows and bars of a contest.
-
-    Args:
-        found: What came of it.
-        measured: What `errors` returned.
-    """
+    """Return rows and bars of a contest; `measured` is the result of `errors`."""
     extras, bars, samples = {}, {}, PROMPTS * GROUP
     for name, result in found.results.items():
         _, dtype, work = name.split(", ")
@@ -142,7 +120,7 @@ def judged(found: Contest, measured: dict[str, float]) -> tuple[list[dict[str, A
 
 
 def obstacle() -> str | None:
-    """Say why the benchmark cannot run here, or return None."""
+    """Return why the benchmark cannot run, or None."""
     if CUDA:
         return "it compares the precisions of a CPU"
     if SMALL:

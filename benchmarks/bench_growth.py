@@ -1,14 +1,14 @@
-"""How time and memory grow: the head over tokens and vocabulary, rollouts and whole steps over what makes them longer.
+"""Growth of time and memory: the head over tokens and vocabulary, rollouts and training steps over their sizes.
 
-Each axis grows one size and leaves the others as they are (`AXES`). Its points take turns. An exponent of 1 says that
-twice the size takes twice the time. It is fitted over all sizes, and over those of at least a quarter of the largest,
-where fixed costs no longer hide it. No exponent may be above what the algorithm must have:
+Each axis grows one size and fixes the others (`AXES`). Its points are timed in turns. An exponent of 1 means twice the
+time for twice the size. It is fitted over all sizes, and over sizes of at least a quarter of the largest, where fixed
+costs are small. No exponent may exceed the exponent of the algorithm:
 
-    head       time 1 in tokens N and vocabulary V, as its matrix products. Memory 0 in N, because the logits of one
-               chunk are held at a time; at most 1 in V, because a chunk has at least 128 rows, which counts above
-               131,072 entries.
-    rollout    time 1 in lanes. Up to 2 in the length of completions and prompts, whose tokens attend to all before
-               them. Memory 1, the keys and values.
+    head       time 1 in tokens N and vocabulary V, as for its matrix products. Memory 0 in N, because one chunk of
+               logits is in memory; at most 1 in V, because a chunk has at least 128 rows, which matters above 131,072
+               entries.
+    rollout    time 1 in lanes. Up to 2 in the length of completions and prompts, because of attention. Memory 1, for
+               keys and values.
     step       time 1 in the completions of a group. Up to 2 in their length. Memory 1, until a micro-batch is full.
 
     pytest benchmarks/bench_growth.py --benchmark-only
@@ -38,24 +38,24 @@ from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 
 ROUNDS = 2 if SMALL else 5
-SECONDS = 30  # no further round of an axis starts after them
-SLACK = 0.15  # what a measured exponent may exceed: two doublings of times that are each 10% off are 0.1 off
+SECONDS = 30  # no round of an axis starts after this many seconds
+SLACK = 0.15  # tolerance of an exponent: over two doublings, times with 10% error give an error of 0.1
 STEP_MODEL = "0.8m"
 MODEL = bench_step.SIZES[STEP_MODEL]
 GROUP = 8  # completions of a prompt, in rollouts
 
 
 class Axis(NamedTuple):
-    """What grows.
+    """One growing size.
 
     Attributes:
         part: "head", "rollout" or "step".
-        name: What of it grows.
-        sizes: The sizes, rising.
+        name: Name of the growing size.
+        sizes: The sizes, increasing.
         fixed: The other sizes, in words.
-        time: Largest exponent that its time must have.
-        memory: The same of its peak memory.
-        make: Makes the call of one size, from the size and an empty folder.
+        time: Maximum exponent of time.
+        memory: Maximum exponent of peak memory.
+        make: Makes the call for one size, from the size and an empty folder.
     """
 
     part: str
@@ -68,28 +68,17 @@ class Axis(NamedTuple):
 
 
 def head(n: int, v: int) -> Callable[[], Any]:
-    """Make the head's forward and backward pass, D = 128.
-
-    Args:
-        n: Tokens.
-        v: Entries of the vocabulary.
-    """
+    """Make the head's forward and backward pass for n tokens, a vocabulary of v, and D = 128."""
     return partial(fastgrpo, make_batch(n, 128, v, length=64, dtype=torch.float32, device="cpu"))
 
 
 def rollout(lanes: int, prompt: int, length: int) -> Callable[[], None]:
-    """Make a rollout in which no completion ends early.
-
-    Args:
-        lanes: Completions, all of them in flight.
-        prompt: Tokens of a prompt.
-        length: Tokens of a completion.
-    """
+    """Make a rollout of `lanes` completions in flight, none of which ends early."""
     policy = random_policy(MODEL, 4096)
     prompts = torch.randint(MODEL.vocab, (lanes // GROUP, prompt), generator=torch.Generator().manual_seed(0)).tolist()
 
     def draw() -> None:
-        engine = RolloutEngine(policy, max_num_seqs=lanes)  # with keys and values of its own, which are counted
+        engine = RolloutEngine(policy, max_num_seqs=lanes)  # a new engine, so that its keys and values are measured
         drawn = engine.generate(prompts, GROUP, SamplingParams(max_tokens=length, seed=0))
         assert all(len(rollout.ids) == length for rollout in drawn)
 
@@ -97,13 +86,7 @@ def rollout(lanes: int, prompt: int, length: int) -> Callable[[], None]:
 
 
 def step(folder: Path, group: int, length: int) -> Callable[[], Any]:
-    """Make a step of the trainer: 4 prompts of 8 tokens, with a reference.
-
-    Args:
-        folder: An empty folder.
-        group: Completions of a prompt.
-        length: Tokens of every completion.
-    """
+    """Make a training step: 4 prompts of 8 tokens with `group` completions of `length` tokens, and a reference."""
     config = GRPOConfig(
         output_dir=str(folder / "run"), prompts_per_step=4, num_generations=group, max_completion_length=length,
         max_steps=10_000, device="cpu", max_num_seqs=4 * group, beta=0.04,
@@ -112,18 +95,12 @@ def step(folder: Path, group: int, length: int) -> Callable[[], Any]:
     trainer = GRPOTrainer(str(folder / "model"), bench_step.parity, config, bench_step.make_rows(STEP_MODEL))
     making = trainer.collector
     making.sampling = dataclasses.replace(making.sampling, stop_token_ids=())  # no token ends a completion
-    trainer.step()  # makes the optimizer's state, which stays
+    trainer.step()  # allocates the optimizer's state
     return trainer.step
 
 
 def powers(first: int, last: int, factor: int = 4) -> tuple[int, ...]:
-    """Return first, first * factor, ... up to last; with FASTGRPO_BENCH_SMALL=1 two small ones.
-
-    Args:
-        first: The smallest size.
-        last: The largest size.
-        factor: From each to the next.
-    """
+    """Return first, first * factor, ... up to last; with FASTGRPO_BENCH_SMALL=1 two small sizes."""
     sizes = [first]
     while sizes[-1] < last and not SMALL:
         sizes.append(sizes[-1] * factor)
@@ -146,12 +123,7 @@ AXES = (
 
 
 def judged(axis: Axis, rows: list[dict[str, Any]]) -> dict[str, Bar]:
-    """Compare the exponents of an axis at its large end with what they must be.
-
-    Args:
-        axis: The axis.
-        rows: A row for each of its sizes.
-    """
+    """Compare the exponents of an axis at its large end with their limits."""
     name = f"{axis.part} over {axis.name}"
     return {
         f"{name}, time": at_most(last_exponent(rows, "ms_p50"), axis.time + SLACK),

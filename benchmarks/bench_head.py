@@ -2,17 +2,17 @@
 
 Shapes: N tokens, V vocabulary, D hidden, bf16. Each head computes the GRPO loss and its gradients of hidden [N, D] and
 weight [V, D], with all tokens active and with 42% of them (60% of the tokens valid, 70% of the groups with a signal).
-A peer that is not installed, or that fails, is named as missing with the reason, in the output and in the results.
-`make bench-gpu` runs all of it within 8 minutes on one GPU and adds to results/<gpu>.jsonl.
+A peer that is not installed, or that fails, is reported as missing with the reason, in the output and in the results.
+`make bench-gpu` runs everything within 8 minutes on one GPU and adds to results/<gpu>.jsonl.
 
-The `tflops` of a row count the products that the mathematics needs, whatever the variant computes: 2 M V D each for M
-active tokens, three with gradients, one without. `error_logp` is the largest error in nats against fp64; `error_hidden`
-and `error_weight` are norms relative to those of the fp64 gradients.
+The `tflops` of a row count only the necessary products, for every variant: 2 M V D each for M active tokens, three with
+gradients, one without. `error_logp` is the largest error in nats against fp64. `error_hidden` and `error_weight` are
+errors in norm, relative to the fp64 gradients.
 
     pytest benchmarks/bench_head.py --benchmark-only
 
-With FASTGRPO_BENCH_SMALL=1 the shapes are tiny and nothing is written; it then runs on a CPU too, and torch.compile is
-called without its compiler.
+With FASTGRPO_BENCH_SMALL=1 the shapes are tiny, nothing is written, it also runs on a CPU, and torch.compile uses no
+compiler.
 """
 
 from functools import partial
@@ -30,9 +30,9 @@ from benchmarks.peers import PEERS, peers
 
 ROUNDS = 2 if SMALL else 20
 SECONDS = 20  # time limit of the rounds for one shape and one share of active tokens
-CHUNK_ROWS = (64, 128) if SMALL else (2048, 4096, 16384)  # beside the default of 8192
+CHUNK_ROWS = (64, 128) if SMALL else (2048, 4096, 16384)  # in addition to the default of 8192
 ACTIVE = 0.42
-SPARE_BYTES = 2**28  # what the memory bar allows beyond the formula
+SPARE_BYTES = 2**28  # slack of the memory bar beyond the formula
 FLOORS = ("bare products", "one product")
 
 Results = dict[str, dict[str, float]]  # variant -> what `compare` measured
@@ -40,17 +40,17 @@ Heads = dict[str, variants.Head]
 
 
 class Shape(NamedTuple):
-    """A shape to run, and the bars that fastgrpo is held to there.
+    """A shape, and fastgrpo's bars for it.
 
     Attributes:
         n: N, tokens.
         d: D, width of the hidden states.
         v: V, size of the vocabulary.
         length: Tokens of a sequence.
-        shares: Shares of active tokens that are run.
-        step_bar: Time of forward and backward, over that of the bare products of the same tokens.
-        forward_bar: Time of a forward pass alone, over that of one product.
-        active_bar: Time with 42% of the tokens active, over that with all of them.
+        shares: Shares of active tokens to run.
+        step_bar: Time of forward and backward, relative to the bare products of the same tokens.
+        forward_bar: Time of a forward pass without gradients, relative to one product.
+        active_bar: Time with 42% of the tokens active, relative to all active.
     """
 
     n: int
@@ -77,14 +77,7 @@ SHAPES = (
 
 
 def heads_of(shape: Shape) -> tuple[Heads, dict[str, str]]:
-    """Make all variants for a shape.
-
-    Args:
-        shape: Chunks that are larger than its N are left out.
-
-    Returns:
-        The variants by name, and the reason for each peer that does not run here.
-    """
+    """Return all variants for a shape by name, and the reason for each peer that does not run."""
     heads = {"fastgrpo": variants.fastgrpo}
     heads |= {f"fastgrpo, chunks of {c}": variants.fastgrpo_chunks(c) for c in CHUNK_ROWS if c <= shape.n}
     heads["fastgrpo, forward only"] = variants.fastgrpo_forward
@@ -96,12 +89,7 @@ def heads_of(shape: Shape) -> tuple[Heads, dict[str, str]]:
 
 
 def errors_of(result: torch.Tensor | variants.Gradients, expected: Truth) -> dict[str, float]:
-    """Compare what a head returned with fp64.
-
-    Args:
-        result: Log-probs [N], or the gradients of hidden [N, D] and weight [V, D].
-        expected: The same in fp64.
-    """
+    """Compare log-probs [N], or gradients of hidden [N, D] and weight [V, D], with fp64."""
     if isinstance(result, torch.Tensor):
         return {"error_logp": (result.double() - expected.logps).abs().max().item()}
     hidden, weight = result
@@ -112,17 +100,7 @@ def errors_of(result: torch.Tensor | variants.Gradients, expected: Truth) -> dic
 
 
 def figures(name: str, head: variants.Head, batch: Batch, expected: Truth) -> dict[str, float]:
-    """Call a head once, and return the figures of its row that are not times.
-
-    Args:
-        name: The variant's name.
-        head: The variant.
-        batch: Its inputs.
-        expected: What it would return in fp64.
-
-    Returns:
-        Its errors, and the number of "products" that its TFLOP/s are counted in.
-    """
+    """Call a head once, and return its errors and the number of "products" for its TFLOP/s."""
     result = head(batch)
     errors = {} if name in FLOORS else errors_of(result, expected)
     return {
@@ -132,11 +110,11 @@ def figures(name: str, head: variants.Head, batch: Batch, expected: Truth) -> di
 
 
 def bars_of(shape: Shape, results: dict[float, Results]) -> dict[str, Bar]:
-    """Judge fastgrpo by the bars of a shape, by the time of every peer, and by the memory formula of docs/loss.md.
+    """Return the bars of a shape: its own, the time of every peer, and the memory formula of docs/loss.md.
 
     Args:
-        shape: The bars.
-        results: What was measured at each share of active tokens.
+        shape: The shape.
+        results: Results at each share of active tokens.
     """
     every = results[1.0]
 
@@ -170,13 +148,13 @@ def run(
 
     Args:
         shape: The shape.
-        share: Active tokens, over all of them.
-        batch: Inputs of that shape.
+        share: Share of active tokens.
+        batch: Inputs of this shape.
         heads: The variants.
-        missing: The reason for each variant that does not run here.
+        missing: The reason for each variant that does not run.
 
     Returns:
-        What `compare` measured, the rows made of it, and `missing` with the peers that failed.
+        The results of `compare`, their rows, and `missing` with the peers that failed.
     """
     batch = batch.masked(share)
     expected = truth(batch)
@@ -184,7 +162,7 @@ def run(
     for name, head in heads.items():
         try:
             extras[name] = figures(name, head, batch, expected)
-        except Exception as error:  # a peer's bug, or a card too small for the full logits, ends no benchmark
+        except Exception as error:  # such as a bug of a peer, or too little memory for the full logits
             if name.startswith("fastgrpo"):
                 raise
             missing[name] = f"failed: {type(error).__name__}: {error}"[:300]

@@ -1,9 +1,9 @@
-"""The loss on one machine: linear_grpo_loss against full logits in plain PyTorch and against TRL's fused head.
+"""The loss: linear_grpo_loss against full logits in plain PyTorch and against TRL's fused head.
 
 Shapes: N tokens, V vocabulary, D hidden, fp32. Each variant computes the clipped GRPO loss and its gradients of hidden
 [N, D] and weight [V, D], with all tokens active and with 40% of them, forward and backward. The benchmark asserts that
-all of them give the same gradients. The bare products are the three matrix products that any head needs, of all logits
-at once, with no loss.
+all variants give the same gradients. The bare products are the three matrix products that any head needs, for all
+logits at once, without a loss.
 
     pytest benchmarks/bench_loss.py --benchmark-only
 
@@ -30,12 +30,7 @@ FLOOR = "bare products"
 
 
 def assert_same_gradients(gradients: Gradients, expected: Gradients) -> None:
-    """Assert that gradients are equal up to the rounding of fp32 sums in another order.
-
-    Args:
-        gradients: The gradients of one variant.
-        expected: The gradients of another variant.
-    """
+    """Assert that gradients are equal up to the rounding of fp32 sums."""
     for mine, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item())
 

@@ -1,14 +1,14 @@
 """Whole training steps of a pretrained model on a CPU: fastgrpo's GRPOTrainer against TRL's.
 
 SmolLM2-135M-Instruct in fp32 answers 4 questions with 8 completions each of at most 64 tokens, without a reference
-(beta = 0) and with one (beta = 0.04). Each trainer is in a process of its own, and its memory is the most that its
-process ever had resident: weights, optimizer, reference, and what a step needs on top. Both have all 32 completions in
-one batch, as far as they choose not to split it, and neither recomputes activations.
+(beta = 0) and with one (beta = 0.04). Each trainer runs in its own process. Its memory is the peak resident memory of
+the process: weights, optimizer, reference, and the temporaries of a step. Both trainers get all 32 completions as one
+batch, and neither recomputes activations.
 
     FASTGRPO_SMOLLM2=models/smollm2-135m pytest benchmarks/bench_pretrained.py --benchmark-only
 
-The variable names a folder that `python -m fastgrpo.recipes.smollm2 FOLDER` has made. Results are added to
-results/cpu.jsonl. With FASTGRPO_BENCH_SMALL=1 a random model of a few weights runs, and nothing is written.
+The variable names a folder made by `python -m fastgrpo.recipes.smollm2 FOLDER`. Results are added to results/cpu.jsonl.
+With FASTGRPO_BENCH_SMALL=1 it runs a tiny random model and writes nothing.
 """
 
 import os
@@ -28,10 +28,10 @@ from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.policy.load import load_policy
 
 MODEL = os.environ.get("FASTGRPO_SMOLLM2")
-ROUNDS, SECONDS = (2, 9) if SMALL else (3, 150)  # no further round starts after the seconds
+ROUNDS, SECONDS = (2, 9) if SMALL else (3, 150)  # no round starts after this many seconds
 PROMPTS, GROUP, MAX_TOKENS = (2, 4, 8) if SMALL else (4, 8, 64)
 BETAS = (0.04,) if SMALL else (0.0, 0.04)
-SPEED_BAR, MEMORY_BAR = 3.0, 0.45  # times TRL's samples a second, and the share of its memory
+SPEED_BAR, MEMORY_BAR = 3.0, 0.45  # ratio to TRL's samples per second, and to its memory
 
 
 def questions() -> list[dict[str, Any]]:
@@ -44,16 +44,7 @@ def questions() -> list[dict[str, Any]]:
 
 
 def our_entry(path: str, folder: str, beta: float) -> Entry:
-    """Make fastgrpo's trainer.
-
-    Args:
-        path: Folder of the model.
-        folder: Where the run is written.
-        beta: Coefficient of the KL divergence to the reference.
-
-    Returns:
-        An entry whose variant takes one step, and returns the step's metrics.
-    """
+    """Create fastgrpo's trainer for the model in `path`. Its variant runs one step and returns the metrics."""
     config = GRPOConfig(
         output_dir=folder, prompts_per_step=PROMPTS, num_generations=GROUP, max_completion_length=MAX_TOKENS, beta=beta,
         max_steps=10_000, device="cpu", gradient_checkpointing=False,
@@ -62,16 +53,7 @@ def our_entry(path: str, folder: str, beta: float) -> Entry:
 
 
 def trl_entry(path: str, folder: str, beta: float) -> Entry:
-    """Make TRL's trainer.
-
-    Args:
-        path: Folder of the model.
-        folder: Where the run is written.
-        beta: Coefficient of the KL divergence to the reference.
-
-    Returns:
-        An entry whose variant takes one step.
-    """
+    """Create TRL's trainer for the model in `path`. Its variant runs one step."""
     return stepwise.trl_entry(
         "trl", path, parity, questions(),
         output_dir=folder, per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP,
@@ -81,12 +63,7 @@ def trl_entry(path: str, folder: str, beta: float) -> Entry:
 
 
 def contestants_of(folder: Path, beta: float) -> tuple[list[Contestant], dict[str, str]]:
-    """Return the trainers, each of which will be in a process of its own, and the reason for one that is missing.
-
-    Args:
-        folder: Where they may write.
-        beta: Coefficient of the KL divergence to the reference.
-    """
+    """Return the trainers, and the reason for each missing one."""
     path = folder / "model"
     if SMALL:
         save_model(path, "0.8m")
@@ -105,12 +82,7 @@ def contestants_of(folder: Path, beta: float) -> tuple[list[Contestant], dict[st
 
 
 def judged(beta: float, found: Contest) -> tuple[list[dict[str, Any]], dict[str, Bar]]:
-    """Return rows and bars of a contest.
-
-    Args:
-        beta: Coefficient of the KL divergence to the reference.
-        found: What came of it.
-    """
+    """Return rows and bars of a contest."""
     results, samples = found.results, PROMPTS * GROUP
     extras = {name: {"samples_per_s": round(samples / result["median_s"], 2)} for name, result in results.items()}
     extras["fastgrpo"]["stages_ms"] = middle_step(found)[1]

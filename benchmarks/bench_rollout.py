@@ -1,11 +1,10 @@
 """Rollouts: the engine with each of its attention providers against transformers' `generate` and continuous batching.
 
 On a GPU: models with random weights of the sizes of Qwen2.5-0.5B, 1.5B and 7B in bf16, and 32 prompts of 512 tokens
-with 8 completions each. On a CPU: the embedded example's model, and 32 prompts of 6 tokens with 8 completions each. No
-token stops a completion: in the case "equal" all have the same length (512 tokens on a GPU, 48 on a CPU), in the case
-"long-tailed" each has a length drawn beforehand, the same one for all variants. The engine, `generate` and continuous
-batching are in processes of their own, and all of them have liger-kernel's layers where they are installed on a GPU, or
-none has.
+with 8 completions each. On a CPU: the embedded example's model, and 32 prompts of 6 tokens with 8 completions each.
+There are no stop tokens. In the case "equal" all completions have the same length (512 tokens on a GPU, 48 on a CPU).
+In the case "long-tailed" their lengths are drawn beforehand, equal for all variants. The engine, `generate` and
+continuous batching run in separate processes. On a GPU all of them use liger-kernel's layers if these are installed.
 
     pytest benchmarks/bench_rollout.py --benchmark-only
 
@@ -38,9 +37,9 @@ COPIED_BYTES = 2**29
 ROUNDS = 2 if SMALL else 3 if CUDA else 41
 PROMPTS, GROUP = (4, 4) if SMALL else (32, 8)
 PROMPT_TOKENS, NEW_TOKENS = (512, 512) if LARGE else (6, 8 if SMALL else 48)
-# Share of the bandwidth limit, at equal lengths; times transformers' generate, and times its continuous batching.
+# Bars: share of the bandwidth limit at equal lengths, and speed over generate and over continuous batching.
 BARS = {"0.5b": (0.40, 8, 3), "1.5b": (0.60, None, None), "7b": (0.75, None, None)}
-CPU_BARS = {"equal": 1.3, "long-tailed": 2.0}  # of each case, times transformers' generate
+CPU_BARS = {"equal": 1.3, "long-tailed": 2.0}  # speed relative to transformers' generate, by case
 PLAIN, BATCHING = "transformers generate", "transformers continuous batching"
 ENGINES = (  # name -> arguments of engine_of
     {f"fastgrpo, {name}": {"attention": name} for name in ("triton", "flash_attn", "sdpa")}
@@ -51,11 +50,7 @@ ENGINES = (  # name -> arguments of engine_of
 
 
 def make_model(size: str) -> PreTrainedModel:
-    """Make a model with random weights, and with liger's layers where contestants have them.
-
-    Args:
-        size: A key of `QWEN`, or "embedded".
-    """
+    """Create a random model of a size in `QWEN` or "embedded", with liger's layers if contestants use them."""
     if size == "embedded":
         model = random_model("llama", EMBEDDED, DEVICE, torch.float32, max_position_embeddings=64, bos_token_id=None,
                              eos_token_id=0, pad_token_id=0)  # fmt: skip
@@ -66,11 +61,7 @@ def make_model(size: str) -> PreTrainedModel:
 
 
 def make_prompts(vocabulary: int) -> list[list[int]]:
-    """Draw the prompts, the same ones at each call.
-
-    Args:
-        vocabulary: Tokens that the model knows.
-    """
+    """Draw the prompts, equal in each call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(1, vocabulary, (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
 
@@ -79,7 +70,7 @@ def make_lengths(case: str) -> list[int]:
     """Return the new tokens of each completion.
 
     Args:
-        case: "equal" for the limit each; "long-tailed" for a log-normal draw whose median is a quarter of the limit.
+        case: "equal" for the limit; "long-tailed" for log-normal draws with a median of a quarter of the limit.
     """
     count = PROMPTS * GROUP
     if case == "equal":
@@ -89,26 +80,14 @@ def make_lengths(case: str) -> list[int]:
 
 
 def engine_of(model: PreTrainedModel, attention: str, eager: bool = False) -> RolloutEngine:
-    """Make an engine that decodes all completions at once.
-
-    Args:
-        model: A transformers model, which is made ready for the engine in place.
-        attention: Name of the attention provider.
-        eager: Whether it decodes without CUDA graphs.
-    """
+    """Create an engine that decodes all completions at once. It prepares the model in place."""
     return RolloutEngine(
         prepare(model), max_num_seqs=PROMPTS * GROUP, attention=attention, memory_utilization=0.6, enforce_eager=eager
     )
 
 
 def ours(engine: RolloutEngine, prompts: list[list[int]], lengths: list[int]) -> None:
-    """Roll out with the engine.
-
-    Args:
-        engine: The engine.
-        prompts: Token ids of each prompt.
-        lengths: New tokens of each completion, the completions of a prompt side by side.
-    """
+    """Roll out with the engine; `lengths` are the new tokens of each completion, in order of the prompts."""
     sampling = SamplingParams(max_tokens=NEW_TOKENS, seed=0)
     for i, prompt in enumerate(prompts):
         engine.add_request(prompt, GROUP, sampling, request_id=i, max_tokens=lengths[i * GROUP : (i + 1) * GROUP])
@@ -119,12 +98,7 @@ def ours(engine: RolloutEngine, prompts: list[list[int]], lengths: list[int]) ->
 
 
 class StopAt(StoppingCriteria):
-    """Ends each completion at a length of its own.
-
-    Args:
-        lengths: New tokens of each completion.
-        prompt_tokens: Tokens of every prompt.
-    """
+    """Ends each completion at its own length; all prompts have `prompt_tokens`."""
 
     def __init__(self, lengths: list[int], prompt_tokens: int):
         self.ends = torch.tensor(lengths, device=DEVICE) + prompt_tokens
@@ -134,11 +108,7 @@ class StopAt(StoppingCriteria):
 
 
 def sampled(**settings: Any) -> GenerationConfig:
-    """Configure transformers for plain sampling without a stop token.
-
-    Args:
-        settings: Further fields of the config.
-    """
+    """Return a config for plain sampling without a stop token."""
     return GenerationConfig(
         do_sample=True, top_k=0, top_p=1.0, max_new_tokens=NEW_TOKENS, eos_token_id=None, pad_token_id=0, **settings
     )
@@ -146,13 +116,7 @@ def sampled(**settings: Any) -> GenerationConfig:
 
 @torch.no_grad()
 def generate(model: PreTrainedModel, prompts: list[list[int]], lengths: list[int]) -> None:
-    """Roll out with transformers' `generate`, which decodes until the longest completion ends.
-
-    Args:
-        model: The model.
-        prompts: Token ids of each prompt, all of one length.
-        lengths: New tokens of each completion.
-    """
+    """Roll out with transformers' `generate`, which decodes until the longest completion ends."""
     ids = torch.tensor(prompts, device=DEVICE)
     model.generate(
         ids,
@@ -166,12 +130,8 @@ def generate(model: PreTrainedModel, prompts: list[list[int]], lengths: list[int
 def continuous(model: PreTrainedModel, prompts: list[list[int]]) -> None:
     """Roll out with transformers' continuous batching.
 
-    It has one length limit for all completions, and so takes part with equal lengths alone. A prompt is passed once for
-    each completion, because num_return_sequences loses some of them there (transformers 5.17.0).
-
-    Args:
-        model: The model.
-        prompts: Token ids of each prompt.
+    It has one length limit for all completions, so it is used only for equal lengths. A prompt is passed once per
+    completion, because num_return_sequences loses some of them (transformers 5.17.0).
     """
     every = [prompt for prompt in prompts for _ in range(GROUP)]
     outputs = model.generate_batch(inputs=every, generation_config=sampled())
@@ -179,16 +139,9 @@ def continuous(model: PreTrainedModel, prompts: list[list[int]]) -> None:
 
 
 def limit_tokens_a_second(model: PreTrainedModel, lengths: list[int]) -> float:
-    """Return the tokens a second if a decode step took only the time to read the weights, the keys and the values.
+    """Return the tokens per second if a decode step only read the weights, keys and values; 0 without a GPU.
 
     A step of R completions of mean length L reads bytes(weights) + R * L * bytes(keys and values of a token).
-
-    Args:
-        model: The model.
-        lengths: New tokens of each completion.
-
-    Returns:
-        0 without a GPU.
     """
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     count, mean = len(lengths), PROMPT_TOKENS + sum(lengths) / len(lengths) / 2
@@ -197,22 +150,17 @@ def limit_tokens_a_second(model: PreTrainedModel, lengths: list[int]) -> float:
 
 
 def copy_limit() -> float:
-    """Return the bytes a second that a large copy reads and writes."""
+    """Return the bytes per second that a large copy reads and writes."""
     source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * COPIED_BYTES / compare({"copy": lambda: target.copy_(source)}, 10, DEVICE)["copy"]["median_s"]
 
 
 def engine_entry(size: str, engines: list[str], cases: list[str]) -> Entry:
-    """Make the engine with several attention providers, over one model.
-
-    Args:
-        size: A key of `QWEN`, or "embedded".
-        engines: Keys of `ENGINES`.
-        cases: Those of "equal" and "long-tailed" that are run.
+    """Create engines with several attention providers, keys of `ENGINES`, over one model.
 
     Returns:
-        An entry with a variant for each case and engine, and in `about` the dtype, and the limit of each case.
+        An entry with a variant per case and engine. Its `about` has the dtype, and the limit of each case.
     """
     model = make_model(size)
     prompts, lengths = make_prompts(model.config.vocab_size), {case: make_lengths(case) for case in cases}
@@ -230,42 +178,20 @@ def engine_entry(size: str, engines: list[str], cases: list[str]) -> Entry:
 
 
 def generate_entry(size: str, cases: list[str]) -> Entry:
-    """Make transformers' `generate`.
-
-    Args:
-        size: A key of `QWEN`, or "embedded".
-        cases: Those of "equal" and "long-tailed" that are run.
-
-    Returns:
-        An entry with a variant for each case.
-    """
+    """Return an entry for transformers' `generate`, with a variant per case."""
     model = make_model(size)
     prompts = make_prompts(model.config.vocab_size)
     return Entry({f"{case}/{PLAIN}": partial(generate, model, prompts, make_lengths(case)) for case in cases})
 
 
 def continuous_entry(size: str) -> Entry:
-    """Make transformers' continuous batching, which takes part with equal lengths alone.
-
-    Args:
-        size: A key of `QWEN`, or "embedded".
-
-    Returns:
-        An entry with one variant.
-    """
+    """Return an entry for transformers' continuous batching, with one variant, for equal lengths."""
     model = make_model(size)
     return Entry({f"equal/{BATCHING}": partial(continuous, model, make_prompts(model.config.vocab_size))})
 
 
 def contestants_of(size: str, engines: list[str], cases: list[str], peers: bool = True) -> list[Contestant]:
-    """Start those that roll out, each in a process of its own.
-
-    Args:
-        size: A key of `QWEN`, or "embedded".
-        engines: Keys of `ENGINES`.
-        cases: Those of "equal" and "long-tailed" that are run.
-        peers: Whether transformers takes part.
-    """
+    """Return the contestants: the engines, and with `peers` also transformers."""
 
     def start(name: str, function: str, **options: Any) -> Contestant:
         return Contestant(name, f"benchmarks.bench_rollout:{function}", DEVICE.type, size=size, **options)
@@ -279,14 +205,7 @@ def contestants_of(size: str, engines: list[str], cases: list[str], peers: bool 
 
 
 def bars_of(size: str, case: str, speeds: dict[str, float], limit: float) -> dict[str, Bar]:
-    """Compare the fastest of fastgrpo's variants with transformers and with the bandwidth limit.
-
-    Args:
-        size: A key of `QWEN`, or "embedded".
-        case: "equal" or "long-tailed".
-        speeds: Tokens a second of each variant.
-        limit: What `limit_tokens_a_second` returned.
-    """
+    """Compare fastgrpo's fastest variant with transformers and with the bandwidth limit, in tokens per second."""
     mine = max(speed for name, speed in speeds.items() if name.startswith("fastgrpo"))
     bars = {}
     if not LARGE:
@@ -303,13 +222,7 @@ def bars_of(size: str, case: str, speeds: dict[str, float], limit: float) -> dic
 
 
 def judged(size: str, found: Contest, cases: list[str]) -> tuple[list[dict[str, Any]], dict[str, Bar]]:
-    """Return rows and bars of a contest.
-
-    Args:
-        size: A key of `QWEN`, or "embedded".
-        found: What came of it.
-        cases: The cases that were run.
-    """
+    """Return rows and bars of a contest."""
     rows, bars, about = [], {}, found.about["fastgrpo"]
     for case in cases:
         results = {name.removeprefix(f"{case}/"): r for name, r in found.results.items() if name.startswith(f"{case}/")}
@@ -329,7 +242,7 @@ def judged(size: str, found: Contest, cases: list[str]) -> tuple[list[dict[str, 
 
 
 def _is_of(case, name):
-    """Tell whether a variant, or a contestant that has none, belongs to a case."""
+    """Return whether a variant, or a contestant without variants, belongs to a case."""
     return name.startswith(f"{case}/") or "/" not in name
 
 

@@ -1,11 +1,10 @@
 """Whole training steps: fastgrpo's GRPOTrainer against TRL's, with the same model, prompts, rewards and settings.
 
 On a GPU: Llamas with random weights of the sizes of Qwen2.5-0.5B and 1.5B, and 16 prompts of 512 tokens with 8
-completions each of at most 1,024 tokens; TRL generates by transformers' `generate` and by its continuous batching. On a
-CPU: 0.8 million parameters, and 16 prompts with 8 completions of at most 12 tokens. The lengths of the completions are
-long-tailed for all variants alike: enough of the vocabulary are stop tokens that a completion has on average a quarter
-of the tokens it may have. Each trainer is in a process of its own, and all of them have liger-kernel's layers, where
-these are installed on a GPU, or none has.
+completions each of at most 1,024 tokens; TRL generates with transformers' `generate` and with its continuous batching.
+On a CPU: 0.8 million parameters, and 16 prompts with 8 completions of at most 12 tokens. The lengths of completions are
+long-tailed for all variants: so many tokens of the vocabulary are stop tokens that the mean length is a quarter of the
+limit. Each trainer runs in its own process. On a GPU all of them use liger-kernel's layers if these are installed.
 
     pytest benchmarks/bench_step.py --benchmark-only
 
@@ -47,32 +46,18 @@ MFU_BAR = 0.35  # smallest MFU of the update of the 1.5b model on a GPU
 
 
 def parity(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """Reward about half of the completions: those whose token ids have an odd sum.
-
-    Args:
-        completion_ids: The tokens of each completion.
-        columns: What a trainer passes beside them.
-    """
+    """Reward about half of the completions: those whose token ids have an odd sum."""
     return [float(sum(ids) % 2) for ids in completion_ids]
 
 
 def stops(size: str) -> list[int]:
-    """Return the ids that end a completion, the highest ones of the vocabulary.
-
-    Args:
-        size: A key of `SIZES`.
-    """
+    """Return the ids that end a completion, the highest ones of the vocabulary."""
     vocabulary = SIZES[size].vocab
     return list(range(vocabulary - max(int(vocabulary * STOPS), 1), vocabulary))
 
 
 def save_model(path: Path, size: str) -> None:
-    """Save a model with random weights and a tokenizer whose tokens are words, `t0 t1 ...`.
-
-    Args:
-        path: The folder to make.
-        size: A key of `SIZES`.
-    """
+    """Save a model with random weights and a tokenizer whose tokens are words, `t0 t1 ...`."""
     vocabulary, stop_ids = SIZES[size].vocab, stops(size)
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocabulary)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -88,27 +73,14 @@ def save_model(path: Path, size: str) -> None:
 
 
 def make_rows(size: str) -> list[dict[str, str]]:
-    """Draw 64 random prompts, the same ones at each call.
-
-    Args:
-        size: A key of `SIZES`.
-    """
+    """Draw 64 random prompts, equal in each call."""
     vocabulary = SIZES[size].vocab
     ids = torch.randint(0, vocabulary // 2, (64, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
     return [{"prompt": " ".join(f"t{i}" for i in row)} for row in ids.tolist()]
 
 
 def our_entry(path: str, folder: str, size: str) -> Entry:
-    """Make fastgrpo's trainer.
-
-    Args:
-        path: Folder of the model.
-        folder: Where the run is written.
-        size: A key of `SIZES`.
-
-    Returns:
-        An entry whose variant takes one step, and returns the step's metrics.
-    """
+    """Create fastgrpo's trainer for the model in `path`. Its variant runs one step and returns the metrics."""
     config = GRPOConfig(
         output_dir=folder, prompts_per_step=PROMPTS, num_generations=GROUP, max_completion_length=MAX_TOKENS,
         use_liger_kernel=LIGER, beta=BETA, max_steps=10_000, device=DEVICE, gradient_checkpointing=GPU,
@@ -118,20 +90,9 @@ def our_entry(path: str, folder: str, size: str) -> Entry:
 
 
 def trl_entry(path: str, folder: str, size: str, variant: str, **settings: Any) -> Entry:
-    """Make TRL's trainer.
-
-    Args:
-        path: Folder of the model.
-        folder: Where the run is written.
-        size: A key of `SIZES`.
-        variant: Its name.
-        settings: Further settings of TRL.
-
-    Returns:
-        An entry whose variant takes one step.
-    """
+    """Create TRL's trainer for the model in `path`, with further settings. Its variant runs one step."""
     if LIGER:
-        patch_classes(FAMILY)  # of the policy, and of the reference that TRL loads by itself
+        patch_classes(FAMILY)  # for the policy, and for the reference that TRL loads
     micro = 8 if GPU else PROMPTS * GROUP
     return stepwise.trl_entry(
         variant, path, parity, make_rows(size),
@@ -143,13 +104,7 @@ def trl_entry(path: str, folder: str, size: str, variant: str, **settings: Any) 
 
 
 def bars_of(size: str, results: dict[str, dict[str, float]], mfu: float | None) -> dict[str, Bar]:
-    """Compare fastgrpo's step with those of TRL.
-
-    Args:
-        size: A key of `SIZES`.
-        results: What `compare` measured.
-        mfu: fastgrpo's share of the GPU's peak during the update, where it is known.
-    """
+    """Compare fastgrpo's step with TRL's. `mfu` is its share of the GPU's peak during the update, if known."""
     bars, mine = {}, results["fastgrpo"]
     for name, other in results.items():
         if name in BARS[size]:
@@ -157,7 +112,7 @@ def bars_of(size: str, results: dict[str, dict[str, float]], mfu: float | None) 
                 other["median_s"] / mine["median_s"], BARS[size][name]
             )
         if GPU and name != "fastgrpo":
-            # Less is better: this is how many times less.
+            # Lower is better, so this is the inverse ratio.
             ratio = other["peak_bytes"] / mine["peak_bytes"]
             bars[f"peak memory of {name}, times ours"] = at_least(ratio, 1 / MEMORY_BAR)
     if size == "1.5b" and mfu is not None:
@@ -166,16 +121,7 @@ def bars_of(size: str, results: dict[str, dict[str, float]], mfu: float | None) 
 
 
 def contestants_of(size: str, folder: Path, peers: list[str]) -> tuple[list[Contestant], dict[str, str]]:
-    """Start the trainers, each in a process of its own.
-
-    Args:
-        size: A key of `SIZES`.
-        folder: Where the model and the runs are written.
-        peers: Keys of `PEERS`.
-
-    Returns:
-        The trainers, and the reason for each one that is not installed.
-    """
+    """Save the model to the folder, and return the trainers and the reason for each one that is not installed."""
     path = folder / "model"
     save_model(path, size)
     common = {"device": DEVICE, "path": str(path), "size": size}
@@ -189,11 +135,7 @@ def contestants_of(size: str, folder: Path, peers: list[str]) -> tuple[list[Cont
 
 
 def middle_step(found: Contest) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the metrics of fastgrpo's step of median time, and the milliseconds of each of its stages.
-
-    Args:
-        found: What came of a contest.
-    """
+    """Return the metrics of fastgrpo's step of median time, and the milliseconds of each of its stages."""
     steps = found.values["fastgrpo"][1:]  # the first call is the warm-up
     middle = sorted(steps, key=lambda values: values["step_time"])[len(steps) // 2]
     stages = {key.removeprefix("time/"): value for key, value in middle.items() if key.startswith("time/")}
@@ -201,12 +143,7 @@ def middle_step(found: Contest) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def judged(size: str, found: Contest) -> tuple[list[dict[str, Any]], dict[str, Bar]]:
-    """Return rows and bars of a contest.
-
-    Args:
-        size: A key of `SIZES`.
-        found: What came of it.
-    """
+    """Return rows and bars of a contest."""
     results = found.results
     if not GPU:
         for name in PEERS.keys() & results.keys():

@@ -1,10 +1,9 @@
-"""The head and the loss of TRL's GRPOTrainer: as TRL 1.16 computes them, and with fastgrpo's in the same trainer.
+"""The head and the loss of TRL's GRPOTrainer: TRL 1.16's own, and fastgrpo's in the same trainer.
 
-Shapes: N completion tokens, V vocabulary, D hidden. The model has no layers, so that nothing is timed but embedding,
-norm, head and loss: TRL's `compute_loss` with its metrics, and the backward pass. The batch of a step is made up, with
-completions of one length and log-probs of the policy that drew them. TRL's head is the fused one, and its trainer has
-no other. Off Triton's devices it also scores the prompts, and therefore there is a case with prompts as long as
-completions. Each trainer is in a process of its own.
+Shapes: N completion tokens, V vocabulary, D hidden. The model has no layers, so that only embedding, norm, head and
+loss are timed: TRL's `compute_loss` with its metrics, and the backward pass. The batch of a step is synthetic, with
+completions of one length and old log-probs. TRL's head is its fused one. On devices without Triton it also scores the
+prompts, so there is a case with prompts as long as completions. Each trainer runs in its own process.
 
     pytest benchmarks/bench_trl.py --benchmark-only
 
@@ -32,27 +31,17 @@ CASES = {"completions alone": 1, "prompts of the same length": LENGTH}  # -> tok
 ROUNDS = 2 if SMALL else 5
 SECONDS = 60  # time limit of the rounds
 MEASURED = {"median_s": "time", "peak_bytes": "peak memory"}
-BARS = {"median_s": 1.0, "peak_bytes": 1.0} if CUDA else {"median_s": 0.5, "peak_bytes": 1 / 3}  # of TRL's own
+BARS = {"median_s": 1.0, "peak_bytes": 1.0} if CUDA else {"median_s": 0.5, "peak_bytes": 1 / 3}  # relative to TRL
 KINDS = ("fastgrpo", "trl")
 
 
 def no_reward(completions: list[str], **columns: Any) -> list[float]:
-    """Reward nothing: there is no rollout.
-
-    Args:
-        completions: The completions.
-        columns: What a trainer passes beside them.
-    """
+    """Reward nothing: there is no rollout."""
     return [0.0] * len(completions)
 
 
 def make_trainer(kind: str, folder: str) -> Any:
-    """Make a trainer over a model that is nothing but embedding, norm and head.
-
-    Args:
-        kind: "fastgrpo" or "trl".
-        folder: Where the trainer may write.
-    """
+    """Create a trainer, "fastgrpo" or "trl", for a model with only embedding, norm and head."""
     import trl
     from datasets import Dataset
 
@@ -80,12 +69,7 @@ def make_trainer(kind: str, folder: str) -> Any:
 
 
 def make_inputs(trainer: Any, prompt: int) -> dict[str, torch.Tensor]:
-    """Make up what a rollout would have left: random tokens, advantages, and old log-probs near those of the policy.
-
-    Args:
-        trainer: The trainer that will read it.
-        prompt: Tokens of a prompt.
-    """
+    """Return a synthetic rollout: random tokens, advantages, and old log-probs near those of the policy."""
     torch.manual_seed(1)
     ids = torch.randint(2, V, (COMPLETIONS, prompt + LENGTH)).to(DEVICE)
     ones = torch.ones_like(ids)
@@ -102,26 +86,13 @@ def make_inputs(trainer: Any, prompt: int) -> dict[str, torch.Tensor]:
 
 
 def step(trainer: Any, inputs: dict[str, torch.Tensor]) -> None:
-    """Compute the loss and its gradients, which stay in the model.
-
-    Args:
-        trainer: The trainer.
-        inputs: What `make_inputs` returned.
-    """
+    """Compute the loss and its gradients, which stay in the model."""
     trainer.model.zero_grad(set_to_none=True)
     trainer.compute_loss(trainer.model, inputs).backward()
 
 
 def entry(kind: str, folder: str) -> Entry:
-    """Make a contestant.
-
-    Args:
-        kind: "fastgrpo" or "trl".
-        folder: Where its trainer may write.
-
-    Returns:
-        A variant for each case, and, about the contestant, the norms of the gradients.
-    """
+    """Return an entry for "fastgrpo" or "trl", with a variant per case. Its `about` has the norms of the gradients."""
     trainer = make_trainer(kind, folder)
     calls, norms = {}, {}
     for case, prompt in CASES.items():
@@ -134,32 +105,19 @@ def entry(kind: str, folder: str) -> Entry:
 
 
 def contestants_of(folder: Path) -> list[Contestant]:
-    """Return the trainers, each of which will be in a process of its own.
-
-    Args:
-        folder: Where they may write.
-    """
+    """Return the trainers."""
     return [
         Contestant(kind, "benchmarks.bench_trl:entry", DEVICE, kind=kind, folder=str(folder / kind)) for kind in KINDS
     ]
 
 
 def bar_name(measured: str, case: str) -> str:
-    """Return the name of a bar.
-
-    Args:
-        measured: "time" or "peak memory".
-        case: A key of `CASES`.
-    """
+    """Return the name of the bar of "time" or "peak memory" in a case."""
     return f"{measured}, of trl, {case}"
 
 
 def judged(found: Contest) -> tuple[list[dict[str, Any]], dict[str, Bar]]:
-    """Return rows and bars of a contest, after a look at the gradients.
-
-    Args:
-        found: What came of it.
-    """
+    """Check that the gradients agree, and return rows and bars of a contest."""
     norms = [about["norms"] for about in found.about.values()]
     for case in CASES:
         for other in norms[1:]:

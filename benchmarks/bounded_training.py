@@ -1,10 +1,9 @@
-"""Training with a bounded backward of the head beside training with the exact one, from the metrics of both runs.
+"""Compares training with a bounded backward of the head to training with the exact one, from their metrics.
 
     python -m benchmarks.bounded_training [exact/metrics.jsonl bounded/metrics.jsonl picture.png]
 
 prints a table of the held-out accuracies, and draws reward and accuracy of both runs and the share of the vocabulary
-that the bounded one keeps. Without arguments the runs are those of `make real` and `make real-bounded`, as
-benchmarks/results/ has them.
+that the bounded run keeps. The default runs are those of `make real` and `make real-bounded` in benchmarks/results/.
 """
 
 import json
@@ -19,21 +18,13 @@ NAMES = ("exact", "bounded")
 
 
 def evaluations(rows: list[dict]) -> dict[int, tuple[float, float, float]]:
-    """Return the held-out accuracy of each evaluation with its 95% interval: (accuracy, low, high) by step.
-
-    Args:
-        rows: The lines of a metrics.jsonl.
-    """
+    """Return (accuracy, low, high) of each evaluation by step: the held-out accuracy with its 95% interval."""
     keys = ("eval/accuracy", "eval/accuracy/ci95_low", "eval/accuracy/ci95_high")
     return {row["step"]: tuple(row[key] for key in keys) for row in rows if keys[0] in row}
 
 
 def table(runs: dict[str, list[dict]]) -> str:
-    """Write the held-out accuracies as Markdown.
-
-    Args:
-        runs: The lines of each run by its name.
-    """
+    """Format the held-out accuracies as Markdown."""
     found = {name: evaluations(rows) for name, rows in runs.items()}
     steps = sorted(set.intersection(*(set(of) for of in found.values())))
     kept = [row["head/kept_columns"] for row in runs["bounded"] if "head/kept_columns" in row]
@@ -48,12 +39,7 @@ def table(runs: dict[str, list[dict]]) -> str:
 
 
 def draw(runs: dict[str, list[dict]], path: Path) -> None:
-    """Draw the curves of the runs.
-
-    Args:
-        runs: The lines of each run by its name.
-        path: The PNG.
-    """
+    """Draw the curves of the runs to a PNG file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.6), layout="constrained")
@@ -84,11 +70,7 @@ def draw(runs: dict[str, list[dict]], path: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Print the table and draw the picture.
-
-    Args:
-        arguments: None, or two metrics.jsonl and the picture.
-    """
+    """Print the table and draw the picture; the arguments are two metrics.jsonl and the picture, or none."""
     exact, bounded, picture = map(Path, arguments or (EXACT, BOUNDED, BOUNDED.with_name("curves.png")))
     lines = (path.read_text().splitlines() for path in (exact, bounded))
     runs = {name: [json.loads(line) for line in of] for name, of in zip(NAMES, lines, strict=True)}

@@ -1,7 +1,7 @@
-"""Time variants against one another in turns, measure their peak memory, and write the results down.
+"""Times variants in turns, measures their peak memory, and saves the results.
 
-A variant is a function without arguments that does the work once. Every benchmark here gives its variants to `compare`,
-turns what comes back into rows with `rows_of`, and adds the rows to results/ with `append` (see harness.py).
+A variant is a function without arguments that does the work once. Every benchmark passes its variants to `compare`,
+converts the results to rows with `rows_of`, and adds the rows to results/ with `append` (see harness.py).
 """
 
 import json
@@ -21,16 +21,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 RESULTS = Path(__file__).parent / "results"
-# Where the check of its first use distrusts a kernel, that is an error here: plain PyTorch would take its place, and be
-# measured under its name.
+# If a kernel fails its self-check, raise: otherwise plain PyTorch would be measured under its name.
 KERNELS_ONLY = {"FASTGRPO_SELF_CHECK": "raise"}
-# The same in all rows of one run, also where its parts are processes: they get both from the one that starts them.
+# Equal in all rows of one run: child processes inherit both from their parent.
 STARTED_VARIABLE, COMMIT_VARIABLE = "FASTGRPO_BENCH_STARTED", "FASTGRPO_BENCH_COMMIT"
 STARTED = os.environ.get(STARTED_VARIABLE) or datetime.now(UTC).isoformat(timespec="seconds")
-PACKAGES = ("triton", "trl", "liger-kernel", "cut-cross-entropy")  # their versions stand in every row
-L2_BYTES = 256 * 2**20  # more than the L2 cache of any GPU: zeroing so much evicts what the variant before left there
-# Zeroing the cache this often takes the GPU half a millisecond. Meanwhile the host launches the variant's first
-# kernels, as it runs ahead of the GPU in training too, so that the time on the GPU contains no wait for the host.
+PACKAGES = ("triton", "trl", "liger-kernel", "cut-cross-entropy")  # their versions are in every row
+L2_BYTES = 256 * 2**20  # more than the L2 cache of any GPU, so that zeroing this much memory flushes it
+# Zeroing the cache this often takes the GPU half a millisecond. In this time the host launches the variant's first
+# kernels, so that the measured time does not include launch latency, as in training.
 HEAD_STARTS = 8
 
 Call = Callable[[], Any]
@@ -41,23 +40,21 @@ def compare(
 ) -> dict[Hashable, dict[str, float]]:
     """Time variants in turns, and measure the peak memory of each.
 
-    Every variant is called once first, under the memory measurement; that call is the warm-up too. Then every round
-    calls every variant once, and each round starts with another variant. A clock that changes with heat, or a
-    neighbour's load on a shared machine, thus meets all variants alike.
+    First every variant is called once under the memory measurement, which is also the warm-up. Then every round calls
+    every variant once, and each round starts with another variant. So a changing clock, or the load of a shared
+    machine, affects all variants equally.
 
     Args:
-        variants: The function to call for each name. It returns what it has to leave in memory (its gradients); nothing
-            else may stay.
-        rounds: Timed calls of each variant, at most.
-        device: Where the variants run. On "cpu", wall time is measured. On "cuda", it is the time between two events of
-            the current stream, and the L2 cache is flushed before each call.
-        seconds: Once the rounds so far have taken this long, no further one starts. The first one always runs. None
-            sets no limit.
+        variants: The function to call for each name. It returns the tensors that it must leave in memory (its
+            gradients), and leaves nothing else.
+        rounds: Maximum number of timed calls per variant.
+        device: On "cpu", wall time is measured. On "cuda", the time between two events of the current stream, with the
+            L2 cache flushed before each call.
+        seconds: No round after the first one starts after this many seconds. None means no limit.
 
     Returns:
-        For each name: "rounds", how often it was timed; "median_s", "p20" and "p80", quantiles of its time in seconds;
-        "peak_bytes", the most bytes alive during the call, beyond those alive before it (inputs) and those that it
-        leaves (gradients).
+        For each name: "rounds", the number of timed calls; "median_s", "p20" and "p80", quantiles of its time in
+        seconds; "peak_bytes", the peak memory of the call in addition to its inputs and its results (gradients).
     """
     peak, clock = instruments(device)
     peaks = {name: peak(call) for name, call in variants.items()}
@@ -65,11 +62,7 @@ def compare(
 
 
 def instruments(device: str | torch.device) -> tuple[Callable[[Call], int], Callable[[Call], float]]:
-    """Return what measures the peak memory of a call in bytes, and what measures its time in seconds.
-
-    Args:
-        device: Where the calls run.
-    """
+    """Return two functions of a call on a device: one returns its peak memory in bytes, one its time in seconds."""
     if torch.device(device).type == "cuda":
         return _cuda_peak, _CudaClock(device)
     return _cpu_peak, _cpu_seconds
@@ -79,17 +72,14 @@ def in_turns(
     clocks: dict[Hashable, Callable[[], float | None]], peaks: dict[Hashable, int | None], rounds: int,
     seconds: float | None = None,
 ) -> dict[Hashable, dict[str, float]]:  # fmt: skip
-    """Time variants in turns that are warm already; every round starts with another one.
+    """Time variants in turns, after the warm-up; every round starts with another variant. Returns as `compare`.
 
     Args:
-        clocks: For each name, a function that runs the variant once and returns its seconds; None takes the variant out
-            of this round and all others, and out of the results.
+        clocks: For each name, a function that runs the variant once and returns its seconds. If it returns None, the
+            variant is removed from all rounds and from the results.
         peaks: The peak memory of each, in bytes.
         rounds: As in `compare`.
         seconds: As in `compare`.
-
-    Returns:
-        As `compare`.
     """
     times = {name: [] for name in clocks}
     names = list(clocks)
@@ -141,9 +131,9 @@ class _CudaClock:
 def _cpu_peak(call: Call) -> int:
     """Return the peak memory of a call in bytes, from the profiler's record of torch's allocations and frees.
 
-    The record is exact. A TorchDispatchMode that follows storages would miss the temporaries inside of one operator
-    (logsumexp makes one as large as its input), and the resident set size would count pages that are only cached. The
-    scratch memory of the matrix library is no torch allocation, and is counted for no variant.
+    The record is exact. A TorchDispatchMode that follows storages would miss temporaries inside an operator (logsumexp
+    allocates one of the size of its input), and the resident set size would include cached pages. The scratch memory of
+    the matrix library is not allocated by torch, and is not counted for any variant.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = call()
@@ -153,7 +143,7 @@ def _cpu_peak(call: Call) -> int:
     for _, _, nbytes in changes:
         alive += nbytes
         peak = max(peak, alive)
-    del result  # it had to live up to here, so that `alive` ends at what the call leaves
+    del result  # kept until here, so that `alive` ends at the size of the result
     return peak - alive
 
 
@@ -168,7 +158,7 @@ def _cuda_peak(call: Call) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Return the version of Triton and of each peer; "missing" stands for a package that is not installed."""
+    """Return the versions of Triton and of each peer, or "missing" if it is not installed."""
     found = {}
     for name in PACKAGES:
         try:
@@ -179,7 +169,7 @@ def versions() -> dict[str, str]:
 
 
 def _commit():
-    """Name the commit that is measured; -dirty where the tree differs from it."""
+    """Return the measured commit, with -dirty if the tree has changes."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=Path(__file__).parent.parent,
@@ -191,16 +181,16 @@ def _commit():
 
 
 def _processor():
-    """Name the CPU as Linux does, or as Python does elsewhere."""
+    """Return the name of the CPU from Linux, or else from Python."""
     path = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*:\s*(.+)$", path.read_text(), re.MULTILINE) if path.exists() else []
     return names[0] if names else platform.processor()
 
 
 PROCESSOR = _processor()
-# Asked for once, because the first results that a run writes make the tree differ.
+# Read once, because the first results of a run change the tree.
 COMMIT = os.environ.get(COMMIT_VARIABLE) or _commit()
-SAME_RUN = {STARTED_VARIABLE: STARTED, COMMIT_VARIABLE: COMMIT}  # for the environment of a run's parts
+SAME_RUN = {STARTED_VARIABLE: STARTED, COMMIT_VARIABLE: COMMIT}  # environment of child processes
 
 
 def rows_of(
@@ -209,17 +199,17 @@ def rows_of(
     extras: dict[str, dict[str, Any]] | None = None,
     **description: Any,
 ) -> list[dict[str, Any]]:
-    """Turn the results of `compare` into rows for `append`, one a variant.
+    """Convert the results of `compare` to rows for `append`, one per variant.
 
     Args:
-        results: What `compare` returned. A "peak_bytes" of None says that memory was not measured.
-        missing: The reason for each variant that was not run. Its row has the reason in place of figures.
-        extras: Further figures of a variant, by its name.
-        description: What all rows share: the benchmark's name, its shapes, its dtype.
+        results: From `compare`. A "peak_bytes" of None means that memory was not measured.
+        missing: The reason for each variant that did not run. Its row has the reason instead of figures.
+        extras: Further figures of a variant, by name.
+        description: Common fields of all rows: name, shapes and dtype of the benchmark.
 
     Returns:
-        Rows with the date and commit of the run, the versions that it ran with, the description, the variant's name,
-        its time in milliseconds and its peak memory in MiB.
+        Rows with date, commit and versions of the run, the description, the variant's name, its time in milliseconds,
+        and its peak memory in MiB.
     """
     run = {
         "date": STARTED,
@@ -248,27 +238,13 @@ def rows_of(
 
 
 def results_file(device: str | torch.device, folder: Path = RESULTS) -> Path:
-    """Return the file of a device's results, which bears the name of the GPU, as nvidia-h200.jsonl, or is cpu.jsonl.
-
-    Args:
-        device: Where they were measured.
-        folder: Folder of the results.
-    """
+    """Return the results file of a device, named after the GPU, such as nvidia-h200.jsonl, or cpu.jsonl."""
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
     return folder / f"{name.lower().replace(' ', '-')}.jsonl"
 
 
 def append(rows: list[dict[str, Any]], device: str | torch.device, folder: Path = RESULTS) -> Path:
-    """Add rows to the results of a device, one JSON object a line.
-
-    Args:
-        rows: What `rows_of` made.
-        device: Where they were measured.
-        folder: Folder of the results.
-
-    Returns:
-        The file, `results_file`.
-    """
+    """Append rows to the results file of a device, one JSON object per line, and return the file."""
     folder.mkdir(exist_ok=True)
     path = results_file(device, folder)
     with path.open("a") as file:

@@ -1,4 +1,4 @@
-"""What holds for all benchmarks that pytest runs."""
+"""Fixtures of all benchmarks."""
 
 import pytest
 
@@ -7,10 +7,6 @@ from benchmarks.compare import KERNELS_ONLY
 
 @pytest.fixture(autouse=True)
 def kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make it an error where plain PyTorch would take the place of a kernel.
-
-    Args:
-        monkeypatch: Takes the variable back after the benchmark.
-    """
+    """Raise if a kernel fails its self-check, instead of falling back to plain PyTorch."""
     for name, value in KERNELS_ONLY.items():
         monkeypatch.setenv(name, value)

@@ -1,13 +1,13 @@
-"""Contestants of a benchmark in processes of their own, so that no one's patches reach another, timed in turns.
+"""Contestants of a benchmark in separate processes, timed in turns, so that patches of one do not affect another.
 
-Liger, for one, replaces layers of transformers for a whole process. A contestant is made in its process by a function
-of a benchmark, which returns an `Entry`: some variants of the same work, and what else the benchmark wants to know. The
-parent asks for one call at a time, and so the contestants wait for one another. Each is started when the one before it
-has been made: what ours measures and reserves while it is made, it does alone on the device.
+Liger, for example, replaces layers of transformers for a whole process. In its process, a function of a benchmark
+creates a contestant and returns an `Entry`: some variants of the same work, and further facts. The parent requests one
+call at a time, so only one contestant runs. Each is started after the previous one is ready, so that setup, such as
+measuring and reserving memory, has the device for itself.
 
     python -m benchmarks.contestants MODULE:FUNCTION DEVICE OPTIONS
 
-is such a process. It reads requests, one JSON object a line, and answers each with another one.
+is such a process. It reads requests, one JSON object per line, and answers each with a JSON object.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from typing import Any, NamedTuple
 from benchmarks.compare import KERNELS_ONLY, in_turns, instruments
 
 ROOT = Path(__file__).parent.parent
-MINE = "fastgrpo"  # how the names of our own variants begin: these may not fail
-LONGEST = 300  # characters of a reason
+MINE = "fastgrpo"  # prefix of the names of our own variants, which must not fail
+LONGEST = 300  # maximum characters of a reason
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a contestant takes part with.
+    """The variants of a contestant.
 
     Attributes:
-        calls: Its variants by name. What one returns is handed to the parent where it is a dict.
-        missing: The reason for each variant that does not run here.
-        about: What the benchmark wants to know of it, as JSON has it.
+        calls: Its variants by name. If one returns a dict, the parent gets it.
+        missing: The reason for each variant that does not run.
+        about: Further facts for the benchmark, JSON-serializable.
     """
 
     calls: dict[str, Callable[[], Any]]
@@ -46,18 +46,18 @@ class Entry:
 
 
 class Failed(RuntimeError):
-    """A contestant raised, or its process ended; the text says which in a line."""
+    """A contestant raised, or its process ended; the message is one line."""
 
 
 class Contestant:
-    """A process with an `Entry`, which `entry` starts.
+    """A process with an `Entry`, started by `entry`.
 
     Args:
-        name: What its variants are called where none of them can be made.
-        function: What makes the entry, as module:function.
-        device: Where its calls run, "cpu" or "cuda".
-        environment: What its process has in its environment beside what this one has.
-        options: Arguments of the function, as JSON has them.
+        name: Name to report if no variant can be created.
+        function: Creates the entry, as module:function.
+        device: Device of its calls, "cpu" or "cuda".
+        environment: Additional environment variables of the process.
+        options: Arguments of the function, JSON-serializable.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Contestant:
         self.command = [sys.executable, "-m", "benchmarks.contestants", function, device, json.dumps(options)]
 
     def entry(self) -> dict[str, Any]:
-        """Start it, wait until it is made, and return the names of its calls, what is missing, and what it is about.
+        """Start the process, wait until it is ready, and return the fields of its entry, with names of calls.
 
         Raises:
-            Failed: It could not be made.
+            Failed: The entry could not be created.
         """
         if self.process is None:
             self.process = subprocess.Popen(
@@ -81,39 +81,25 @@ class Contestant:
         return self.made
 
     def peak(self, name: str) -> int:
-        """Call a variant for the first time, and return its peak memory in bytes.
-
-        Args:
-            name: The variant.
-
-        Raises:
-            Failed: The call failed.
-        """
+        """Call a variant for the first time, and return its peak memory in bytes. Raises `Failed` if it fails."""
         return self._ask(name, "peak")
 
     def seconds(self, name: str) -> float:
-        """Call a variant, and return its time in seconds.
-
-        Args:
-            name: The variant.
-
-        Raises:
-            Failed: The call failed.
-        """
+        """Call a variant, and return its time in seconds. Raises `Failed` if it fails."""
         return self._ask(name, "seconds")
 
     def close(self) -> None:
-        """End the process, where it was started."""
+        """Kill the process, if it was started."""
         if self.process is None:
             return
         self.process.kill()
         self.process.wait()
-        with contextlib.suppress(BrokenPipeError):  # of a request that it never read
+        with contextlib.suppress(BrokenPipeError):  # from an unread request
             self.process.stdin.close()
         self.process.stdout.close()
 
     def _ask(self, name, what):
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which the answer tells
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; `_answer` raises
             self.process.stdin.write(json.dumps({"name": name, "what": what}) + "\n")
             self.process.stdin.flush()
         answer = self._answer()
@@ -133,14 +119,14 @@ class Contestant:
 
 
 class Contest(NamedTuple):
-    """What came of a contest.
+    """Results of a contest.
 
     Attributes:
-        results: What `compare` returns, for each variant that ran.
-        missing: The reason for each variant that did not.
-        about: What each contestant said of itself, by its name.
-        values: What each variant returned at its calls, where these are dicts.
-        again: A function that calls one of our variants once more.
+        results: As from `compare`, for each variant that ran.
+        missing: The reason for each variant that did not run.
+        about: Facts about each contestant, by name.
+        values: The dicts that each variant returned.
+        again: Calls one of our variants once more.
     """
 
     results: dict[str, dict[str, float]]
@@ -152,14 +138,7 @@ class Contest(NamedTuple):
 
 @contextlib.contextmanager
 def taking_part(contestants: list[Contestant]) -> Iterator[list[Contestant]]:
-    """End the processes of contestants when the block ends.
-
-    Args:
-        contestants: The contestants.
-
-    Yields:
-        The contestants.
-    """
+    """Yield the contestants, and kill their processes when the context ends."""
     try:
         yield contestants
     finally:
@@ -177,15 +156,15 @@ def contest(
     """Time the variants of all contestants in turns, as `compare` does.
 
     Args:
-        contestants: Those that take part, within `taking_part`.
+        contestants: The contestants, within `taking_part`.
         rounds: As in `compare`.
-        missing: The reason for each variant that does not take part at all.
+        missing: The reason for each variant that does not run.
         seconds: As in `compare`.
-        whole: Whether the peak memory of a variant is the most that its process ever had resident, with the model and
-            all that training keeps, instead of what torch allocates in a call.
+        whole: Whether the peak memory is the peak resident memory of the process, with the model and all state of
+            training, instead of torch's allocations in a call.
 
     Raises:
-        Failed: One of ours failed; another one's failure makes it missing.
+        Failed: One of our variants failed. A peer that fails is recorded as missing.
     """
     missing, about, clocks, peaks = dict(missing or {}), {}, {}, {}
     for contestant in contestants:
@@ -214,7 +193,7 @@ def contest(
 
 
 def _timed(name, clock, missing):
-    """Return the seconds of a call, or None where it failed and is no call of ours."""
+    """Return the seconds of a call, or None if a peer failed."""
     try:
         return clock()
     except Failed as error:
@@ -223,7 +202,7 @@ def _timed(name, clock, missing):
 
 
 def _tolerate(name, error, missing):
-    """Note why a peer is missing; a failure of ours is one of the benchmark."""
+    """Record why a peer is missing. Raise if the variant is ours."""
     if name.startswith(MINE) or f"/{MINE}" in name:
         raise error
     missing[name] = f"failed: {error}"
@@ -235,15 +214,9 @@ def _line_of(error: Exception) -> str:
 
 
 def serve(function: str, device: str, options: dict[str, Any]) -> None:
-    """Make an entry and answer requests until there are no more.
-
-    Args:
-        function: What makes the entry, as module:function.
-        device: Where its calls run.
-        options: Arguments of the function.
-    """
+    """Create an entry with module:function, and answer requests until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever libraries print goes to stderr
+    os.dup2(2, 1)  # output of libraries goes to stderr
 
     def answer(**content: Any) -> None:
         answers.write(json.dumps(content, default=str) + "\n")
@@ -269,7 +242,7 @@ def serve(function: str, device: str, options: dict[str, Any]) -> None:
         except Exception as error:
             answer(error=_line_of(error))
             continue
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts kilobytes
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KiB on Linux
         answer(measured=measured, value=value if isinstance(value, dict) else None, resident=resident)
 
 

@@ -1,12 +1,12 @@
-"""make first-gpu: what only a GPU can tell, by one command of at most 8 minutes whose results are mailed.
+"""make first-gpu: all measurements that need a GPU, in one command of at most 8 minutes, to be mailed.
 
     python -m benchmarks.first_gpu [PART ...]
 
-Each part is a process with a time limit of its own, the most telling ones first; one that fails, is killed or takes too
-long costs its own lines. The table at the end has every bar with what was measured and what was predicted. Results are
-added to results/<gpu>.jsonl after each part, and the table and the ends of the outputs of parts that failed go to
-results/<gpu>-first.txt. Without a GPU the exit code is 2; with FASTGRPO_BENCH_SMALL=1 the parts run small on a CPU, and
-nothing is written.
+Each part is a process with its own time limit, the most important ones first. A part that fails, is killed or times out
+loses only its own lines. The final table has the measured and the predicted value of every bar. Results are added to
+results/<gpu>.jsonl after each part. The table, and the last output of failed parts, go to results/<gpu>-first.txt.
+Without a GPU the exit code is 2. With FASTGRPO_BENCH_SMALL=1 the parts run at a tiny size on a CPU, and nothing is
+written.
 """
 
 import contextlib
@@ -40,12 +40,12 @@ from benchmarks.report import bar_table
 from fastgrpo.kernel_checks.runner import problem
 
 ROOT = Path(__file__).parent.parent
-SECONDS = 470  # of the 8 minutes, for the parts together
-LEAST = 5  # seconds below which a part is not started
-TAIL = 3000  # characters of the output of a part that failed
-SUMMARY = re.compile(r"^=+ .*\b(passed|failed|skipped|errors?)\b.* in [\d.]+s.* =+$", re.MULTILINE)  # of a whole run
-STARTED_TEST = re.compile(r"^(tests/\S*?::.*?) *\Z", re.MULTILINE)  # pytest prints the name, and then the verdict
-ROW_NAMES = ("benchmark", "model", "n", "d", "v", "case", "variant")  # what tells the rows of a part from one another
+SECONDS = 470  # time limit of all parts together
+LEAST = 5  # minimum seconds left to start a part
+TAIL = 3000  # characters kept of the output of a failed part
+SUMMARY = re.compile(r"^=+ .*\b(passed|failed|skipped|errors?)\b.* in [\d.]+s.* =+$", re.MULTILINE)  # end of a run
+STARTED_TEST = re.compile(r"^(tests/\S*?::.*?) *\Z", re.MULTILINE)  # pytest prints the name, then the verdict
+ROW_NAMES = ("benchmark", "model", "n", "d", "v", "case", "variant")  # key of a row within a part
 VERDICT = re.compile(r"^(tests/.*?::.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
 KERNEL_TESTS = ("tests/kernels/test_gpu.py", "tests/kernels/test_rollout_kernels_gpu.py")
 SANITIZER = "compute-sanitizer"
@@ -53,7 +53,7 @@ SANITIZERS = ("/usr/local/cuda*/bin/compute-sanitizer", "/opt/cuda/bin/compute-s
 
 
 class Ended(NamedTuple):
-    """How a command ended: what it wrote to stdout and stderr, and in one line why it did not end well, or None."""
+    """Result of a command: stdout, stderr, and its problem in one line, or None."""
 
     output: str
     errors: str
@@ -61,11 +61,11 @@ class Ended(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a part found.
+    """Results of a part.
 
     Attributes:
         rows: Rows for results/.
-        bars: Judgements by name.
+        bars: Bars by name.
         note: A remark for the table.
         machine: Facts about the machine.
     """
@@ -81,12 +81,12 @@ class Part(NamedTuple):
 
     Attributes:
         name: Its name.
-        command: Program and arguments; None where the machine has no such program.
+        command: Program and arguments, or None if the program is not installed.
         seconds: Its time limit.
-        bars: The bars that it is held to, which the table has whether it ends or not.
-        read: Makes out of its end what it found.
-        variables: Variables of its environment.
-        reserved: Seconds that the parts before it leave to it.
+        bars: Names of its bars, which the table lists even if it fails.
+        read: Parses the result of the command.
+        variables: Environment variables.
+        reserved: Seconds that earlier parts must leave for it.
     """
 
     name: str
@@ -99,13 +99,13 @@ class Part(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a part.
+    """Outcome of a part.
 
     Attributes:
         part: The part.
-        found: What it found before it ended, however that was.
-        problem: Why it did not end well, or was not started; None where it did.
-        output: The end of what it printed, where it did not end well.
+        found: Its results, possibly incomplete.
+        problem: Why it failed or was not started, or None.
+        output: The end of its output, if it failed.
     """
 
     part: Part
@@ -117,8 +117,8 @@ class Outcome(NamedTuple):
 def run_limited(
     command: Sequence[str], seconds: float, environment: dict[str, str], folder: str | None = None
 ) -> Ended:
-    """Run a command in a process group of its own; when its time is over, all processes of the group are killed."""
-    # Files and no pipes: a process that the command leaves behind could hold a pipe open for ever.
+    """Run a command in its own process group. On timeout, kill all processes of the group."""
+    # Files, not pipes: a child process that outlives the command could keep a pipe open.
     with (
         tempfile.TemporaryFile("w+", errors="replace") as output,
         tempfile.TemporaryFile("w+", errors="replace") as errors,
@@ -133,7 +133,7 @@ def run_limited(
         except subprocess.TimeoutExpired:
             late = True
         finally:
-            with contextlib.suppress(ProcessLookupError):  # all of them may have ended
+            with contextlib.suppress(ProcessLookupError):  # all of them may have exited
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         texts = [(stream.seek(0), stream.read())[1] for stream in (output, errors)]
@@ -141,11 +141,7 @@ def run_limited(
 
 
 def read_json(ended: Ended) -> Found:
-    """Read what a part of first_parts.py printed; its last lines count where it tells the same bar or row again.
-
-    Args:
-        ended: How it ended.
-    """
+    """Parse the output of a part of first_parts.py. Later lines replace earlier ones for the same bar or row."""
     rows, bars, notes, machine = {}, {}, {}, {}
     for line in ended.output.splitlines():
         if line.startswith('{"rows"') and line.endswith("}"):
@@ -159,11 +155,7 @@ def read_json(ended: Ended) -> Found:
 
 
 def read_tests(bar: str) -> Callable[[Ended], Found]:
-    """Return what reads the output of pytest -v, however far it came.
-
-    Args:
-        bar: Name of the bar that no test may fail. Where none ran, nothing is measured.
-    """
+    """Return a parser of the output of pytest -v, complete or not, for the bar that no test may fail."""
 
     def read(ended: Ended) -> Found:
         verdicts = VERDICT.findall(ended.output)
@@ -180,28 +172,24 @@ def read_tests(bar: str) -> Callable[[Ended], Found]:
 
 
 def read_sanitizer(ended: Ended) -> Found:
-    """Read compute-sanitizer's count of errors.
-
-    Args:
-        ended: How it ended.
-    """
+    """Parse compute-sanitizer's count of errors."""
     counts = re.findall(r"ERROR SUMMARY: (\d+) error", ended.output)
     return Found([], {f"errors of {SANITIZER}": none_of(int(counts[-1]), ended.problem is None)} if counts else {})
 
 
 def find_sanitizer() -> str | None:
-    """Return the path of compute-sanitizer, which comes with CUDA's toolkit; None where it is not installed."""
+    """Return the path of compute-sanitizer, a part of CUDA's toolkit, or None if it is not installed."""
     return shutil.which(SANITIZER) or next((path for pattern in SANITIZERS for path in sorted(glob(pattern))), None)
 
 
 def gpu_tests() -> list[str]:
-    """Return the files that hold tests for a GPU: to collect all others would take a minute."""
+    """Return the files with tests for a GPU, because collecting all others takes a minute."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in files if re.search(r"\bmark\.gpu\b", path.read_text())]
 
 
 def parts() -> list[Part]:
-    """Return the parts, those that tell most first."""
+    """Return the parts, the most important ones first."""
 
     def own(name: str, seconds: float, *bars: str, **variables: str) -> Part:
         return Part(name, (sys.executable, "-m", "benchmarks.first_parts", name), seconds, bars, read_json, variables)
@@ -229,7 +217,7 @@ def parts() -> list[Part]:
             **interpreted, **KERNELS_ONLY),
         own("trl", 75, *TRL_BARS, **KERNELS_ONLY),
         own("times", 45),
-        # Without the caching allocator the sanitizer knows where each tensor ends. It watches the kernels alone.
+        # Without the caching allocator, the sanitizer detects accesses past the end of a tensor.
         Part("sanitizer", watched if sanitizer else None, 90, (f"errors of {SANITIZER}",), read_sanitizer,
              {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "FASTGRPO_SELF_CHECK": "0"}),
         pytest("gpu", SECONDS, *gpu_tests(), reserved=45),
@@ -239,16 +227,7 @@ def parts() -> list[Part]:
 def run_parts(
     chosen: Sequence[Part], seconds: float = SECONDS, now: Callable[[], float] = time.monotonic
 ) -> Iterator[Outcome]:
-    """Run parts one after the other.
-
-    Args:
-        chosen: The parts.
-        seconds: Time for all of them.
-        now: A clock, in seconds.
-
-    Yields:
-        What came of each, as soon as it has ended.
-    """
+    """Run parts in order, within `seconds` for all of them, and yield the outcome of each as soon as it ends."""
     end, reserved = now() + seconds, sum(part.reserved for part in chosen)
     for part in chosen:
         reserved -= part.reserved
@@ -265,11 +244,7 @@ def run_parts(
 
 
 def bar_rows(outcome: Outcome) -> list[dict[str, Any]]:
-    """Return a line of the table for each bar of a part, measured or not, and for a part without bars one line.
-
-    Args:
-        outcome: What came of the part.
-    """
+    """Return a line of the table for each bar of a part, measured or not; for a part without bars, one line."""
     part, found, ended_badly, _ = outcome
     why = ended_badly or found.note or "not measured"
     measured = {name: in_words(bar) for name, bar in found.bars.items()}
@@ -283,18 +258,15 @@ def bar_rows(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def main(names: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        names: The parts to run; none of them runs all.
+    """Run the named parts, or all.
 
     Returns:
-        The exit code: 0; 1 where a part failed or took too long; 2 where there is no GPU, or no part of such a name.
+        The exit code: 0; 1 if a part failed or timed out; 2 if there is no GPU, or no part of this name.
     """
     known = {part.name: part for part in parts()}
     refusal = None
     if not (CUDA or SMALL):
-        refusal = "make first-gpu needs a CUDA GPU, and torch sees none; FASTGRPO_BENCH_SMALL=1 runs it small on a CPU"
+        refusal = "make first-gpu needs a CUDA GPU, but torch sees none; set FASTGRPO_BENCH_SMALL=1 to try it on a CPU"
     elif unknown := [name for name in names if name not in known]:
         refusal = f"there is no part {unknown[0]!r}; the parts are {', '.join(known)}"
     if refusal:
@@ -319,16 +291,7 @@ def main(names: Sequence[str]) -> int:
 
 
 def keep_text(lines: list[dict[str, Any]], outputs: list[str], folder: Path = RESULTS) -> Path:
-    """Write the table, and the ends of the outputs of parts that failed, beside the results.
-
-    Args:
-        lines: What `bar_rows` returned for all parts.
-        outputs: The outputs.
-        folder: Folder of the results.
-
-    Returns:
-        The file.
-    """
+    """Write the table and the last output of failed parts beside the results, and return the file."""
     path = results_file("cuda", folder)
     path = path.with_name(f"{path.stem}-first.txt")
     path.write_text("\n\n".join([bar_table(lines), *outputs]) + "\n")

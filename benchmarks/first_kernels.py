@@ -1,6 +1,6 @@
-"""Call the kernels of head and decoding once, while compute-sanitizer watches: python -m benchmarks.first_kernels.
+"""Call the kernels of head and decoding once, under compute-sanitizer: python -m benchmarks.first_kernels.
 
-They are cases of `doctor --check`: where these were checked before, all is compiled. There are few imports, because
+They are cases of `doctor --check`, so they are already compiled if it ran before. There are few imports, because
 everything is slow under the sanitizer.
 """
 
@@ -12,7 +12,7 @@ NAMES = ("linear_grpo_loss", "linear_logprob, entropy", "group_decode, width 64"
 
 
 def main() -> None:
-    """Call those of the kernels that run here."""
+    """Call the kernels that this machine supports."""
     mode = modes_here()[0]
     for case in CASES:
         if case.name in NAMES and mode in case.modes:

@@ -1,8 +1,8 @@
-"""The parts of `make first-gpu` that are no program of their own: python -m benchmarks.first_parts NAME.
+"""The parts of `make first-gpu` that are not separate programs: python -m benchmarks.first_parts NAME.
 
-A part prints what it found as lines of JSON, each as soon as it is known, so that a part that is ended loses only the
-rest: {"rows": rows for results/, "bars": what `at_most` and `at_least` judged, "note": a remark, "machine": facts}.
-With FASTGRPO_BENCH_SMALL=1 the sizes are tiny, and without a GPU the kernels run in Triton's interpreter.
+A part prints each result as a line of JSON as soon as it is known, so that a part that is killed loses only the rest:
+{"rows": rows for results/, "bars": bars by name, "note": a remark, "machine": facts}. With FASTGRPO_BENCH_SMALL=1 the
+sizes are tiny, and without a GPU the kernels run in Triton's interpreter.
 """
 
 import json
@@ -35,8 +35,8 @@ from fastgrpo.kernel_checks.cases import CASES, modes_here
 
 ROUNDS = 2 if SMALL else 10
 SECONDS = 8  # time limit of the rounds of one shape
-FLATTEN_BAR = 1.01  # a hundredth is noise
-CHECK_SECONDS = 45  # time limit of one check, with the start of its process
+FLATTEN_BAR = 1.01  # 1% is noise
+CHECK_SECONDS = 45  # time limit of one check, including the start of its process
 GRAPHS, *_, EAGER = bench_rollout.ENGINES
 
 
@@ -44,20 +44,13 @@ def tell(
     rows: list[dict[str, Any]] | None = None, bars: dict[str, Bar] | None = None, note: str = "",
     machine: dict[str, str] | None = None,
 ) -> None:  # fmt: skip
-    """Print what a part found.
-
-    Args:
-        rows: Rows for results/.
-        bars: Judgements by name.
-        note: A remark for the table.
-        machine: Facts about the machine.
-    """
+    """Print results of a part as JSON."""
     found = {"rows": rows or [], "bars": bars or {}, "note": note, "machine": machine or {}}
     print("\n" + json.dumps(found), flush=True)
 
 
 def show_versions() -> None:
-    """Tell what is installed, and what the GPU is."""
+    """Print the versions of packages, and the GPU."""
     facts = {"torch": torch.__version__, "CUDA of torch": torch.version.cuda or "none", **versions()}
     if CUDA:
         about = torch.cuda.get_device_properties(0)
@@ -67,7 +60,7 @@ def show_versions() -> None:
 
 
 def _driver():
-    """Return the version of the driver, or what nvidia-smi says in its place."""
+    """Return the version of the driver, or nvidia-smi's message."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")[0]
@@ -76,7 +69,7 @@ def _driver():
 
 
 def check_kernels() -> None:
-    """Compare every kernel with its specification; small, one of them."""
+    """Compare every kernel with its specification; at the small size, only one."""
     mode, lines = modes_here()[0], []
     count = 1 if SMALL else sum(mode in case.modes for case in CASES)
     for line in runner.check(runner.TABLE, mode, CHECK_SECONDS, count):
@@ -89,7 +82,7 @@ def check_kernels() -> None:
 
 
 def time_kernels() -> None:
-    """Tell the time of every kernel at the size at which it is checked."""
+    """Time every kernel at the size of its check."""
     mode, notes = modes_here()[0], []
     for case in [case for case in CASES if mode in case.modes][: 1 if SMALL else None]:
         seconds = compare({"ours": case.trial(mode).ours}, ROUNDS, DEVICE, SECONDS)["ours"]["median_s"]
@@ -98,7 +91,7 @@ def time_kernels() -> None:
 
 
 def time_head() -> None:
-    """Time the head beside the bare products, TRL's head and Liger's."""
+    """Time the head against the bare products, TRL's head and Liger's."""
     others, missing = peers(compiled=not SMALL)
     heads = {"fastgrpo": variants.fastgrpo, "fastgrpo, forward only": variants.fastgrpo_forward,
              "bare products": variants.bare_products, "one product": variants.one_product}  # fmt: skip
@@ -128,13 +121,13 @@ def tell_contest(
     contestants: list[Contestant], missing: dict[str, str],
     judge: Callable[[Contest], tuple[list[dict[str, Any]], dict[str, Bar]]], rounds: int = 2,
 ) -> None:  # fmt: skip
-    """Time contestants in turns; the first one before that alone, so that its figures are told however slow others are.
+    """Time the first contestant alone and print its results, in case the others are slow; then time all in turns.
 
     Args:
         contestants: The contestants.
-        missing: The reason for each one that does not take part.
-        judge: Makes rows and bars of a contest.
-        rounds: Timed calls of each variant.
+        missing: The reason for each missing one.
+        judge: Returns rows and bars of a contest.
+        rounds: Timed calls per variant.
     """
     with taking_part(contestants):
         if len(contestants) > 1:
@@ -162,7 +155,7 @@ def time_rollout() -> None:
 
 
 def time_step() -> None:
-    """Time one GRPO step beside TRL's."""
+    """Time one GRPO step against TRL's."""
 
     def judge(found: Contest) -> tuple[list[dict[str, Any]], dict[str, Bar]]:
         rows, bars = bench_step.judged(STEP_SIZE, found)
@@ -180,7 +173,7 @@ def time_trl() -> None:
 
 
 def compare_choices() -> None:
-    """Compare what was chosen without a GPU: `flatten` on and off."""
+    """Compare a choice that was made without a GPU: `flatten` on and off."""
     from fastgrpo.kernels import head as head_kernels
     from fastgrpo.kernels import launch
     from fastgrpo.kernels.head import linear_logprob as anchored
@@ -199,8 +192,8 @@ def compare_choices() -> None:
         if launch.uses_descriptors(hidden, weight):
             times = compare({flatten: partial(call, flatten) for flatten in (True, False)}, ROUNDS, DEVICE, SECONDS)
             tell(bars={bar: at_most(times[True]["median_s"] / times[False]["median_s"], FLATTEN_BAR)})
-        else:  # two times of one and the same kernel: noise would decide
-            tell(note="flatten changes nothing here, where the kernel has no descriptors")
+        else:  # both run the same kernel
+            tell(note="flatten has no effect without tensor descriptors")
         del hidden, weight, targets, call
 
 

@@ -1,4 +1,4 @@
-"""The sizes of the parts of `make first-gpu`, and what was predicted for them before anything had run on a GPU."""
+"""The sizes of the parts of `make first-gpu`, and predictions made before the first run on a GPU."""
 
 from benchmarks import bench_trl, predictions
 from benchmarks.bench_head import SHAPES
@@ -12,16 +12,12 @@ TRL_BARS = [bench_trl.bar_name(name, case) for case in bench_trl.CASES for name 
 
 
 def size_name(size: tuple) -> str:
-    """Return N, D and V as results have them.
-
-    Args:
-        size: A tuple that begins with the three numbers.
-    """
+    """Return N, D and V, the first numbers of a tuple, as text."""
     return " x ".join(str(number) for number in size[:3])
 
 
 def predicted_heads() -> dict[str, str]:
-    """Return what the machine code says of the head: the bar, after its shape -> the ratio."""
+    """Return the ratios of the head predicted from machine code, by shape and bar."""
     found = {}
     for shape in () if SMALL else HEAD_SHAPES:
         step, forward = predictions.predicted(shape.d)
@@ -30,7 +26,7 @@ def predicted_heads() -> dict[str, str]:
     return found
 
 
-# For an H200. The bar, after its shape or size -> the ratio or range. These are predictions, no results.
+# Predictions for an H200, not results: shape or size and bar -> ratio or range.
 PREDICTED = {
     **predicted_heads(),
     "0.5b: share of the bandwidth limit, with liger's layers": "0.34 to 0.37",

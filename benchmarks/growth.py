@@ -1,45 +1,28 @@
-"""The table and the picture of bench_growth.py: time and memory over each size, and the exponents of their growth."""
+"""Table and picture of bench_growth.py: time and memory over each size, and the exponents of their growth."""
 
 import math
 from pathlib import Path
 from typing import Any
 
 Rows = list[dict[str, Any]]
-LARGE_END = 4  # sizes of at least the largest divided by this
+LARGE_END = 4  # the large end is sizes of at least the largest divided by this
 MEASURED = {"ms_p50": ("time", "ms, median"), "peak_mib": ("memory", "peak MiB")}
 
 
 def last_exponent(rows: Rows, key: str) -> float:
-    """Return by which power of the size a figure grows, over sizes of at least a quarter of the largest.
-
-    Args:
-        rows: The rows of one axis, sizes rising.
-        key: "ms_p50" or "peak_mib".
-    """
+    """Return the exponent of growth of "ms_p50" or "peak_mib" over sizes of at least a quarter of the largest."""
     return exponent([row for row in rows if row["size"] * LARGE_END >= rows[-1]["size"]], key)
 
 
 def exponent(rows: Rows, key: str) -> float:
-    """Return the power of the size that fits a figure best: least squares of the logarithms.
-
-    Args:
-        rows: The rows of one axis, or some of them, with at least two sizes.
-        key: "ms_p50" or "peak_mib".
-    """
+    """Return the exponent of growth, by least squares of the logarithms over at least two sizes."""
     points = [(math.log(row["size"]), math.log(row[key])) for row in rows]
     x, y = (sum(values) / len(points) for values in zip(*points, strict=True))
     return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
 
 
 def axes_of(rows: Rows) -> list[Rows]:
-    """Part the rows of one run by axis.
-
-    Args:
-        rows: Rows of bench_growth.py.
-
-    Returns:
-        The rows of each axis, sizes rising, in the order in which the axes were measured.
-    """
+    """Group the rows of one run by axis, in order of measurement, with increasing sizes."""
     found = {}
     for row in rows:
         found.setdefault((row["part"], row["axis"]), []).append(row)
@@ -47,11 +30,7 @@ def axes_of(rows: Rows) -> list[Rows]:
 
 
 def lines_of(rows: Rows) -> list[list[str]]:
-    """Return the cells of the table, a line for each axis below the header.
-
-    Args:
-        rows: Rows of bench_growth.py; the first of each axis has its bars.
-    """
+    """Return the cells of the table: the header, and a line per axis. The first row of each axis has its bars."""
     lines = [["part", "grows", "fixed", "from, to"]]
     for word, unit in (("time", "ms"), ("memory", "MiB")):
         lines[0] += [unit, f"exponent of {word}: all, large end", "needed"]
@@ -69,12 +48,7 @@ def lines_of(rows: Rows) -> list[list[str]]:
 
 
 def draw(rows: Rows, path: Path) -> None:
-    """Draw time (above) and memory (below) over each size, both logarithmic, with the slope that they may have.
-
-    Args:
-        rows: Rows of bench_growth.py.
-        path: The PNG file to write.
-    """
+    """Draw time (top) and memory (bottom) over each size, both logarithmic, with the allowed slope, to a PNG file."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 

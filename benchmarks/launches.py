@@ -1,9 +1,8 @@
 """Counts the kernels that a decode step launches on a GPU, without one: `python -m benchmarks.launches`.
 
-The step runs on the `meta` device, where nothing is computed, and every operator passes the dispatcher. One that only
-returns views of its inputs, or memory that nobody has written yet, launches nothing; every other one counts as one
-launch. Operators that consist of others are taken apart first. A launch of Triton's counts as one too, ours and
-liger-kernel's alike.
+The step runs on the `meta` device, where nothing is computed, and a dispatch mode sees every operator. An operator that
+only returns views of its inputs, or uninitialized memory, launches nothing. Every other operator counts as one launch.
+Composite operators are decomposed first. A Triton launch counts as one too, both ours and liger-kernel's.
 
 An operator may launch more than one kernel on a GPU: cuBLAS may split a product and add the parts, and FlashAttention
 may split the keys. Such launches depend on sizes and are not counted.
@@ -36,12 +35,12 @@ LANES = 8
 GEOMETRY = Geometry(lanes=LANES, capacity=32, prompts=4, longest_prompt=16, group=4, flat=False)
 ARCHITECTURES = ("qwen2", "llama", "qwen3")
 PROVIDERS = {"triton": GroupDecode}
-ALLOCATIONS = ("empty", "new_empty")  # operators whose names begin so return memory that nobody has written
+ALLOCATIONS = ("empty", "new_empty")  # prefixes of operators that return uninitialized memory
 
 
 @contextmanager
 def launches() -> Iterator[list[str]]:
-    """Yield a list that gets the name of every operator and Triton kernel that is launched while it is open."""
+    """Yield a list that receives the name of every operator and Triton kernel launched within the context."""
     run, names = JITFunction.run, []
     JITFunction.run = lambda kernel, *_, **__: names.append(kernel.__name__)
     try:
@@ -52,7 +51,7 @@ def launches() -> Iterator[list[str]]:
 
 
 class _Operators(TorchDispatchMode):
-    """Notes the names of operators that launch something."""
+    """Records the names of operators that launch something."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__()
@@ -73,16 +72,16 @@ class _Operators(TorchDispatchMode):
 
 
 def _storages(tree):
-    """Return the addresses of the storages of all tensors in a tree; on `meta` the data itself has none."""
+    """Return the addresses of the storages of all tensors in a tree; on `meta` the data has no address."""
     return {leaf.untyped_storage()._cdata for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
 
 
 @contextmanager
 def meta_gpu(*modules: str) -> Iterator[None]:
-    """Let our kernels and liger-kernel's layers take the `meta` device for an H100 while the context manager is open.
+    """Let our kernels and liger-kernel's layers treat the `meta` device as an H100 within the context.
 
-    liger-kernel replaces names in transformers' modules. In those of `ARCHITECTURES` and in those that are named they
-    are put back.
+    liger-kernel replaces names in transformers' modules. They are restored in the modules of `ARCHITECTURES` and in
+    the given ones.
     """
     names = [f"transformers.models.{name}.modeling_{name}" for name in ARCHITECTURES]
     modules = {module: dict(vars(module)) for module in map(import_module, (*names, *modules))}
@@ -98,7 +97,7 @@ def meta_gpu(*modules: str) -> Iterator[None]:
 
 
 def of_step(architecture: str, provider: str, lora: bool, liger: bool, layers: int) -> list[str]:
-    """Run the layers of one decode step in bf16, from embedding to last norm; returns what it launches, in order."""
+    """Run the layers of one decode step in bf16, from embedding to last norm, and return its launches in order."""
     with meta_gpu():
         model = prepare(tiny_model(architecture, num_hidden_layers=layers)).module
         cast(model, torch.bfloat16)
@@ -110,14 +109,14 @@ def of_step(architecture: str, provider: str, lora: bool, liger: bool, layers: i
         slots = Slots(GEOMETRY, torch.device("meta"), TOKENS_BEFORE_HEADS)
         ids = torch.zeros(LANES, dtype=torch.int64, device="meta")
         with torch.inference_mode():
-            for _ in range(2):  # the first step makes the slots
+            for _ in range(2):  # the first step allocates the slots
                 with launches() as names:
                     Policy.of(model).states(ids, ids, DecodeAttention(slots, PROVIDERS[provider](), ids))
     return names
 
 
 def table(liger: bool) -> dict[str, dict[str, int]]:
-    """Count the launches of a layer and those outside of layers, with liger-kernel's layers or without."""
+    """Count the launches per layer and outside the layers, with or without liger-kernel's layers."""
     counts = {}
     for architecture, provider, lora in product(ARCHITECTURES, PROVIDERS, (False, True)):
         two, three = (len(of_step(architecture, provider, lora, liger, layers)) for layers in (2, 3))

@@ -1,4 +1,4 @@
-"""liger-kernel's layers for all contestants of a benchmark, or for none: a ratio is then one of the engines alone."""
+"""liger-kernel's layers for all contestants of a benchmark or for none, so that a ratio compares only the engines."""
 
 from importlib.util import find_spec
 
@@ -9,12 +9,9 @@ LAYERS = "with liger's layers" if LIGER else "without liger's layers"  # part of
 
 
 def patch_classes(model_type: str) -> None:
-    """Replace RMSNorm, rotary embedding and SwiGLU of an architecture for this process, as `apply_liger` does for ours.
+    """Replace RMSNorm, rotary embedding and SwiGLU of an architecture in this process, as `apply_liger` does for ours.
 
-    The head stays as it is.
-
-    Args:
-        model_type: The architecture, as transformers calls it.
+    The head is not replaced. `model_type` is the architecture's name in transformers.
     """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 

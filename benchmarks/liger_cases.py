@@ -2,9 +2,9 @@
 
     TRITON_INTERPRET=1 python -m benchmarks.liger_cases [--search]
 
-prints the table, or what it misses of Liger's differences over `CASES`. The truth is kernels/reference.py over the
-tokens of the mask, differentiated by autograd. Liger's class runs on the CPU as it is, and its Triton function under
-the interpreter. Without the variable the functions here serve tests that need no Triton.
+prints the table or, with --search, the differences over `CASES` that it does not list. The truth is
+kernels/reference.py over the tokens of the mask, differentiated by autograd. Liger's class runs on the CPU, and its
+Triton function under the interpreter. Without the variable, tests without Triton can use this module.
 
 Shapes: B sequences, T tokens of each (padded), V vocabulary, D hidden.
 """
@@ -23,7 +23,7 @@ from fastgrpo.loss.objective import LOSS_TYPES
 V, D, T = 19, 5, 6
 RAGGED, FULL = (6, 3, 5, 0, 2), (6, 6, 6, 6, 6)
 TEMPERATURE = 0.8
-CLOSE = 2e-5  # of fp32 against fp64, relative
+CLOSE = 2e-5  # relative tolerance of fp32 against fp64
 DEFAULTS = {
     "loss_type": "dapo", "importance_sampling_level": "token", "beta": 0.0, "use_bias_correction_kl": False,
     "delta": None, "epsilon_low": 0.2, "epsilon_high": 0.2, "max_completion_length": None,
@@ -51,12 +51,12 @@ FORMS = {
     "ratio-of-sequences": ({}, {"ratio": "sequence"}),
     "flat-ratio-first-update": ({}, {"ratio": "flat", "old": False}),
 }
-# Every loss in every form: name -> (settings, what the batch has).
+# Every loss in every form: name -> (settings, options of the batch).
 CASES = {f"{kind}-{form}": (KINDS[kind] | FORMS[form][0], FORMS[form][1]) for kind in KINDS for form in FORMS}
 
 
 def is_right(name, lengths):
-    """Whether Liger computes the case, and as the papers say: docs/integrations.md has the others."""
+    """Return whether Liger supports the case and computes it as in the papers; docs/integrations.md has the others."""
     knobs, options = CASES[name]
     loss_type = knobs.get("loss_type", "dapo")
     if loss_type in ("cispo", "sapo") and knobs.get("importance_sampling_level") == "sequence":
@@ -66,14 +66,14 @@ def is_right(name, lengths):
 
 
 def batch(lengths=RAGGED, *, old=True, ratio=None, stray=None, seed=0):
-    """A batch in fp32 (numbers in fp64 follow from it by .double()).
+    """Draw a batch in fp32.
 
     Args:
-        lengths: Tokens of each sequence; behind them is padding.
+        lengths: Tokens of each sequence, before the padding.
         old: Whether there are old log-probs.
         ratio: None, or "token" [B, T], "sequence" [B, 1] or "flat" [B] weights against the sampler.
-        stray: Where padding holds something odd: "old" (log-probs of -1000) or "hidden" (infinite states).
-        seed: Of the draw.
+        stray: Unusual values in the padding: "old" (log-probs of -1000) or "hidden" (infinite states).
+        seed: Seed of the draw.
     """
     g = torch.Generator().manual_seed(seed)
 
@@ -100,9 +100,9 @@ def batch(lengths=RAGGED, *, old=True, ratio=None, stray=None, seed=0):
 
 
 def truth(p, knobs, num_items=None, token_weights=None):
-    """(loss, metrics, gradients by name) in fp64, over the tokens of the mask alone.
+    """Return (loss, metrics, gradients by name) in fp64, over the tokens of the mask only.
 
-    token_weights: [B, T] in place of those of the loss type.
+    token_weights: [B, T], instead of those of the loss type.
     """
     knobs = DEFAULTS | knobs
     kind = knobs["loss_type"]
@@ -132,7 +132,7 @@ def truth(p, knobs, num_items=None, token_weights=None):
     sampler = None
     if p.ratio is not None:
         ratio = (p.ratio[:, None] if p.ratio.ndim == 1 else p.ratio).double()
-        if ratio.shape[1] == 1 and kind == "vespo":  # its W multiplies over the tokens
+        if ratio.shape[1] == 1 and kind == "vespo":  # its W is a product over the tokens
             ratio = ratio ** (1 / counts[:, None].clamp(min=1))
         logps = reference.logits_logprob(logits.detach(), p.ids[p.mask], temperature=TEMPERATURE)
         sampler = kept.get("old_logps", logps) - ratio.expand(p.mask.shape)[p.mask].log()
@@ -150,7 +150,7 @@ def truth(p, knobs, num_items=None, token_weights=None):
 
 
 def run_class(module, p, knobs, num_items=None, **reference_inputs):
-    """(loss, metrics, gradients) of a class of this name, Liger's or ours, in fp32."""
+    """Return (loss, metrics, gradients) of Liger's class or ours, in fp32."""
     knobs = DEFAULTS | knobs
     loss_of = module(temperature=TEMPERATURE, compiled=False, use_ref_model=knobs["beta"] != 0, **knobs)
     leaves = {name: getattr(p, name).clone().requires_grad_() for name in ("hidden", "weight", "bias")}
@@ -164,19 +164,19 @@ def run_class(module, p, knobs, num_items=None, **reference_inputs):
 
 
 def logits_of(p):
-    """[B, T + 1, V] logits of the batch, with a last row a sequence that nothing reads."""
+    """Return logits [B, T + 1, V] of the batch, with an unused last row per sequence."""
     logits = p.hidden @ p.weight.T + p.bias
     return torch.nn.functional.pad(logits, (0, 0, 0, 1), value=torch.nan)
 
 
 def function_knobs(knobs):
-    """The settings under the names that the function has for them."""
+    """Return the settings under the argument names of the function."""
     knobs = DEFAULTS | knobs
     return {{"epsilon_low": "eps_low", "epsilon_high": "eps_high"}.get(name, name): knobs[name] for name in knobs}
 
 
 def run_function(function, p, knobs, num_items=None, inplace=False):
-    """(loss, metrics, gradients) of a function of this name, Liger's or ours, in fp32, reduced."""
+    """Return (loss, metrics, gradients) of Liger's function or ours, in fp32, reduced."""
     logits = logits_of(p).requires_grad_()
     loss, metrics = function(
         logits, p.old_logps, p.ref_logps if knobs.get("beta") else None, p.ids, p.advantages, p.mask.int(),
@@ -188,14 +188,14 @@ def run_function(function, p, knobs, num_items=None, inplace=False):
 
 
 def gap(found, true):
-    """The greatest relative difference of loss, metrics and gradients (in norm); inf where one is not finite."""
+    """Return the largest relative difference of loss, metrics and gradients (in norm); inf if one is not finite."""
     pairs = [(found[0], true[0]), *zip(found[1], true[1], strict=True)]
     pairs += [(gradient, true[2][name]) for name, gradient in found[2].items()]
     gaps = [((mine - theirs).norm() / theirs.norm().clamp(min=0.1)).item() for mine, theirs in pairs]
     return max(value if value == value else float("inf") for value in gaps)
 
 
-# What Liger computes otherwise: words -> settings, and what the batch has.
+# Cases in which Liger differs: description -> settings, and options of the batch.
 DIFFERENCES = {
     "luspo": ({"loss_type": "luspo", **SEQUENCE}, {}),
     "luspo, beta 0.3": ({"loss_type": "luspo", **SEQUENCE, "beta": 0.3}, {}),
@@ -209,13 +209,13 @@ DIFFERENCES = {
     "dapo, `old_per_token_logps` -1000 in the padding": ({}, {"stray": "old"}),
     "dapo, infinite states in the padding": ({}, {"stray": "hidden"}),
 }
-# Liger's backward takes a [B, 1] tensor for [B, T] there: what it reads behind the end is another number in each run.
+# Cases in which Liger's backward reads a [B, 1] tensor as [B, T]: beyond its end, the values change between runs.
 BEYOND = ("luspo, token-level ratio", "luspo, token-level ratio, no padding")
 HEADER = "| case | fp64 truth | Liger's class | Liger's function | class and function here |\n|---|---|---|---|---|\n"
 
 
 def cell(run, implementation, case, true, beyond=False):
-    """What the table says of a run: that it agrees with the truth, or how far from it loss and gradient are."""
+    """Return the text for a run: that it agrees with the truth, or the errors of loss and gradient."""
     try:
         loss, _, gradients = run(implementation, *case)
     except ValueError:
@@ -230,7 +230,7 @@ def cell(run, implementation, case, true, beyond=False):
 
 
 def table():
-    """The lines of docs/integrations.md. Liger's function needs TRITON_INTERPRET=1, or a GPU."""
+    """Return the table of docs/integrations.md. Liger's function needs TRITON_INTERPRET=1, or a GPU."""
     from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
@@ -249,7 +249,7 @@ def table():
 
 
 def search():
-    """Run Liger's class and function over all CASES, with padding and without, and name what the table misses."""
+    """Run Liger's class and function over all CASES, with and without padding, and return unlisted differences."""
     from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 

@@ -1,11 +1,11 @@
-"""Runs Liger-Kernel's own tests of its GRPO losses with ours in their place: `make liger-tests`.
+"""Runs Liger-Kernel's tests of its GRPO losses on our implementations: `make liger-tests`.
 
     python -m benchmarks.liger_tests [--all-sizes] [arguments of pytest, such as -k luspo]
 
-The tests come with Liger's source distribution (BSD-2), which pip downloads into a temporary folder; nothing of it is
-kept. This file is also the plugin that pytest loads there: it swaps the two names before the tests import them, leaves
-out the cases of `LEFT_OUT`, and says at the end how many it left out and why. Without a GPU it leaves out the larger
-sizes too, which would take hours there; `--all-sizes` runs them.
+The tests come from Liger's source distribution (BSD-2), which pip downloads to a temporary folder. This file is also
+the pytest plugin for them: it replaces the two names before the tests import them, deselects the cases of `LEFT_OUT`,
+and reports their number and the reasons. Without a GPU it also deselects the larger sizes, which would take hours;
+`--all-sizes` runs them.
 """
 
 import collections
@@ -27,11 +27,11 @@ ROOT = Path(__file__).resolve().parent.parent
 VERSION = "0.8.5"
 FILES = ("test/chunked_loss/test_grpo_loss.py", "test/transformers/test_grpo_loss.py")
 
-INNER = "tests a function inside of Liger, and neither of the two names"
-SEQUENCE = "asks for an error; ours computes cispo and sapo with the ratio of a sequence"
+INNER = "tests an internal function of Liger, neither of the two names"
+SEQUENCE = "expects an error; ours supports cispo and sapo with sequence-level ratios"
 LARGE = "a large batch, without a GPU; --all-sizes runs it"
-PADDED_LUSPO = "luspo with a KL: Liger averages over the padded width, padding included"
-PADDED_VESPO = "vespo with weights per token: Liger multiplies those of the padding into W"
+PADDED_LUSPO = "luspo with a KL: Liger averages over the padded width, including padding"
+PADDED_VESPO = "vespo with weights per token: Liger multiplies weights of the padding into W"
 
 
 def _padded_luspo(case):
@@ -39,12 +39,12 @@ def _padded_luspo(case):
 
 
 def _logits(item):
-    """How many logits a case has: B T V, where these are its parameters."""
+    """Return the number of logits of a case: B T V, if it has these parameters."""
     case = item.callspec.params if hasattr(item, "callspec") else {}
     return math.prod(case.get(name, 1) for name in "BTV") if "V" in case else 0
 
 
-# Name of a test -> (whether a case of it, given its parameters, is left out; and why).
+# Name of a test -> (whether to deselect a case, from its parameters; reason).
 LEFT_OUT = {
     "test_selective_chunk_forward_matches_reference": (lambda case: True, INNER),
     "test_functional_correctness": (lambda case: True, INNER),
@@ -61,7 +61,7 @@ left_out, calls = collections.Counter(), collections.Counter()
 
 
 def counted(function):
-    """Count the calls of ours: tests that never reach it would all pass."""
+    """Count the calls of our function: tests that never call it would all pass."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -72,12 +72,12 @@ def counted(function):
 
 
 def pytest_addoption(parser):
-    """Let the caller ask for the sizes that take hours on a CPU."""
+    """Add an option for the sizes that take hours on a CPU."""
     parser.addoption("--all-sizes", action="store_true", default=torch.cuda.is_available())
 
 
 def pytest_configure():
-    """Put ours in the place of Liger's, wherever a test imports the names from."""
+    """Replace Liger's names by ours in all modules from which tests import them."""
     import liger_kernel.chunked_loss.grpo_loss
     import liger_kernel.transformers.grpo_loss
 
@@ -93,7 +93,7 @@ def pytest_configure():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Leave out the cases of LEFT_OUT. A line that leaves out nothing is an error."""
+    """Deselect the cases of LEFT_OUT. An entry that matches no case is an error."""
     gone = []
     for name, (leaves_out, reason) in LEFT_OUT.items():
         cases = [item for item in items if item.originalname == name]
@@ -111,7 +111,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Say what was left out, and how often ours was called."""
+    """Report the deselected cases, and the number of calls of ours."""
     for reason, count in left_out.items():
         terminalreporter.write_line(f"left out {count}: {reason}")
     for name, count in calls.items():
@@ -119,17 +119,17 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_sessionfinish(session):
-    """Test files that ran without calls of class and function of ours have tested something else."""
+    """Fail if a test file ran without calling our class or function."""
     files = {item.path for item in session.items}
     if len(calls) < len(files) and not session.config.option.collectonly:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def main(arguments):
-    """Fetch Liger's source distribution and run its two test files. Returns the exit status of pytest."""
+    """Download Liger's source distribution and run its two test files. Return the exit status of pytest."""
     installed = metadata.version("liger_kernel")
     if installed != VERSION:
-        raise SystemExit(f"these are the tests of liger-kernel {VERSION}, and {installed} is installed")
+        raise SystemExit(f"the tests need liger-kernel {VERSION}, but {installed} is installed; install {VERSION}")
     with tempfile.TemporaryDirectory() as folder:
         download = [
             sys.executable,

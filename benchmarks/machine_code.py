@@ -1,11 +1,11 @@
-"""What the machine code of a kernel costs: registers, memory, and instructions along the ways that a warp takes.
+"""The cost of a kernel's machine code: registers, memory, and instructions along the paths of a warp.
 
-The ways are shortest paths through the control flow of the disassembly. The inner loop is the shortest circle through
-the last matrix instruction. The epilogue is the shortest way from there to the first store and on: back to the loop
-where a program computes several tiles, and else to the end. So a branch that few tiles take does not count.
+Paths are shortest paths in the control flow of the disassembly. The inner loop is the shortest cycle through the last
+matrix instruction. The epilogue is the shortest path from there to the first store, and then back to the loop if a
+program computes several tiles, or else to the end. Rare branches are thus ignored.
 
-`make machine-code` measures every compilation of tests/kernels/test_aot.py and writes the table of the installed Triton
-in TABLE anew.
+`make machine-code` measures every compilation of tests/kernels/test_aot.py, and rewrites the table of the installed
+Triton in TABLE.
 """
 
 import json
@@ -23,23 +23,23 @@ INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", re.M)
 MATRIX = re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA)\b")
 STORE = re.compile(r"\b(STG|UTMASTG|ST)\b")
 BRANCH = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
-ALWAYS = re.compile(r"^(BRA(\.\w+)* 0x|EXIT)")  # with no condition
+ALWAYS = re.compile(r"^(BRA(\.\w+)* 0x|EXIT)")  # unconditional
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What one compilation costs."""
+    """The cost of one compilation."""
 
-    registers: int  # of a thread
-    stack: int  # bytes of a thread
-    shared: int  # bytes of a program
+    registers: int  # per thread
+    stack: int  # bytes per thread
+    shared: int  # bytes per program
     instructions: int
-    loop: int | None  # instructions of a warp in one turn of the loop of products, or None without one
+    loop: int | None  # instructions of a warp per iteration of the product loop, or None without a loop
     epilogue: int | None  # instructions of a warp between the last product of a tile and the first of the next
-    matrix: int | None  # matrix instructions of a warp in one turn of the loop
+    matrix: int | None  # matrix instructions of a warp per iteration of the loop
 
     def far_from(self, other, share=0.05):
-        """Return a text that names the numbers which differ by more than this share, or None."""
+        """Return a text with the numbers that differ by more than this share, or None."""
         mine, theirs = asdict(self), asdict(other)
         far = [
             f"{name} {theirs[name]} -> {mine[name]}"
@@ -52,13 +52,13 @@ class Budget:
 
 @cache
 def budgets():
-    """Return the committed Budgets of the installed Triton by the name of the compilation; empty without a table."""
+    """Return the committed budgets of the installed Triton by the name of the compilation; empty without a table."""
     rows = json.loads(TABLE.read_text()).get(triton.__version__, {})
     return {name: Budget(**row) for name, row in rows.items()}
 
 
 def write_budgets(found):
-    """Write a dict of Budgets by name as the committed table of the installed Triton, a line each."""
+    """Write budgets by name as the table of the installed Triton, one per line."""
     tables = json.loads(TABLE.read_text()) | {triton.__version__: {name: asdict(each) for name, each in found.items()}}
     texts = []
     for version, rows in sorted(tables.items()):
@@ -68,7 +68,7 @@ def write_budgets(found):
 
 
 def measure(registers, stack, shared, disassembly):
-    """Return the Budget of a kernel from its resource usage and its disassembly by cuobjdump."""
+    """Return the budget of a kernel from its resource usage and cuobjdump's disassembly."""
     code = [(int(address, 16), text) for address, text in INSTRUCTION.findall(disassembly)]
     count = sum(text != "NOP" for _, text in code)
     return Budget(registers, stack, shared, count, *_ways(code))
@@ -97,7 +97,7 @@ def _ways(code):
 
 
 def _successors(code):
-    """Return the list of the next instructions of each instruction, by number."""
+    """Return the indices of the possible next instructions of each instruction."""
     number, after = {address: i for i, (address, _) in enumerate(code)}, []
     for i, (_, text) in enumerate(code):
         branch, to = BRANCH.search(text), []
@@ -110,7 +110,7 @@ def _successors(code):
 
 
 def _search(after, start):
-    """Return the least steps from the start to each instruction that can follow it, and the one before it there."""
+    """Return the shortest distance from the start to each reachable instruction, and its predecessor on that path."""
     steps, before, queue = {}, {}, deque([start])
     while queue:
         i = queue.popleft()

@@ -1,4 +1,4 @@
-"""Models with random weights, of the sizes that the benchmarks run."""
+"""Models with random weights, for benchmarks."""
 
 from typing import Any, NamedTuple
 
@@ -49,13 +49,13 @@ EMBEDDED = Size(64, 256, 3, 4, 4, vocab=14)  # the model of the embedded example
 def random_model(
     family: str, size: Size, device: str | torch.device, dtype: torch.dtype, **config: Any
 ) -> PreTrainedModel:
-    """Make a model with random weights, the same ones at each call on one device.
+    """Create a model with random weights, equal in each call on one device.
 
     Args:
         family: A key of `FAMILIES`.
         size: Its shape.
-        device: Where its weights are drawn and stay.
-        dtype: Dtype of its parameters. Buffers, such as the rotary frequencies, stay in fp32.
+        device: Device of its weights.
+        dtype: dtype of its parameters. Buffers, such as the rotary frequencies, stay in fp32.
         config: Further fields of its transformers config.
     """
     torch.manual_seed(0)
@@ -78,12 +78,7 @@ def random_model(
 
 
 def random_policy(size: Size, positions: int) -> Policy:
-    """Make a Llama with random weights in fp32 on the CPU, as the engine runs it.
-
-    Args:
-        size: Its shape.
-        positions: Most tokens of a sequence.
-    """
+    """Create a policy of a Llama with random fp32 weights on the CPU, for sequences of at most `positions` tokens."""
     special = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
     model = random_model("llama", size, "cpu", torch.float32, max_position_embeddings=positions, **special)
     return Policy.of(prepare(model))

@@ -1,4 +1,4 @@
-"""The GRPO loss over a language-model head, as TRL, Liger and cut-cross-entropy compute it (see variants.py)."""
+"""The GRPO loss over a language-model head by TRL, Liger and cut-cross-entropy (see variants.py)."""
 
 import importlib.util
 from functools import partial
@@ -8,16 +8,16 @@ import torch
 from benchmarks.batches import TOKENS_AT_ONCE, Batch
 from benchmarks.variants import Gradients, Head, gradients_of, plain_loss
 
-TRL_CHUNK_SIZE = 32768  # what TRL's trainer passes
+TRL_CHUNK_SIZE = 32768  # as in TRL's trainer
 FILTER, TILE = 2**-12, 128  # cut-cross-entropy's filter for bf16 and its tiles of tokens and of vocabulary
 PEERS = {"trl": "trl", "liger": "liger_kernel", "cut-cross-entropy": "cut_cross_entropy"}  # variant -> its module
 
 
 def trl_head() -> Head:
-    """Make TRL's head as its trainer calls it, with the plain loss over its log-probs.
+    """Return TRL's head as called by its trainer, with the plain loss over its log-probs.
 
-    The entropy is left out; the trainer computes it for its logs. Like the trainer, the head gathers the active tokens
-    where Triton runs, and scores all tokens elsewhere.
+    The entropy, which the trainer computes for its logs, is omitted. Like the trainer, the head gathers the active
+    tokens if it uses Triton, and otherwise scores all tokens.
 
     Raises:
         ImportError: TRL is not installed.
@@ -47,7 +47,7 @@ def trl_head() -> Head:
 
 
 def liger_head(compiled: bool) -> Head:
-    """Make Liger's fused head and loss, which takes one sequence at a time, as it does by default.
+    """Return Liger's fused head and loss, which by default takes one sequence at a time.
 
     Args:
         compiled: Whether Liger calls torch.compile.
@@ -75,9 +75,9 @@ def liger_head(compiled: bool) -> Head:
 
 
 def cut_cross_entropy_head() -> Head:
-    """Make a head of cut-cross-entropy's log-probs, with the plain loss over them.
+    """Return a head with cut-cross-entropy's log-probs and the plain loss over them.
 
-    Tokens that are not active get the target that cut-cross-entropy ignores.
+    Inactive tokens get the target that cut-cross-entropy ignores.
 
     Raises:
         ImportError: cut-cross-entropy is not installed, or there is no GPU for its kernels.
@@ -96,16 +96,16 @@ def cut_cross_entropy_head() -> Head:
 
 
 def filtered_gradients(batch: Batch) -> tuple[Gradients, float]:
-    """Compute what cut-cross-entropy's backward leaves of the gradients, in plain PyTorch; it takes longer than theirs.
+    """Compute the gradients with cut-cross-entropy's filter in plain PyTorch, which is slower than its kernel.
 
-    Its kernel orders the vocabulary by mean logit, and skips a tile of 128 tokens and 128 entries where no entry of
+    The kernel orders the vocabulary by mean logit, and skips a tile of 128 tokens and 128 entries if no entry of
     softmax - onehot reaches 2^-12.
 
     Args:
         batch: The inputs of the head; all tokens are active.
 
     Returns:
-        The gradients, and the share of the tiles that are computed.
+        The gradients, and the share of computed tiles.
     """
     hidden, weight = batch.hidden.detach(), batch.weight.detach()
     order = (hidden.mean(0) @ weight.T).argsort(descending=True)
@@ -127,13 +127,13 @@ def filtered_gradients(batch: Batch) -> tuple[Gradients, float]:
 
 
 def peers(compiled: bool = True) -> tuple[dict[str, Head], dict[str, str]]:
-    """Make the heads of all peers that run here.
+    """Return the heads of all peers that run on this machine.
 
     Args:
         compiled: Whether Liger calls torch.compile.
 
     Returns:
-        The heads by the peer's name, and the reason for each peer that does not run here.
+        The heads by the peer's name, and the reason for each peer that does not run.
     """
     makers = {"trl": trl_head, "liger": partial(liger_head, compiled), "cut-cross-entropy": cut_cross_entropy_head}
     heads, missing = {}, {}

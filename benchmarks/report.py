@@ -1,12 +1,12 @@
-"""Make the benchmark tables and pictures from results/<device>.jsonl, of each device's newest run.
+"""Make the benchmark tables and pictures from the newest run of each benchmark in results/<device>.jsonl.
 
     python -m benchmarks.report [folder of results] [page.md ...]
 
-prints a table for every benchmark and device, and puts it between `<!-- bench:NAME -->` and `<!-- /bench -->` on every
-page that has these markers. NAME is <benchmark>-<device>, as in head-nvidia-h200. benchmarks/README.md has the markers
-of all tables, and docs/benchmarks.md those of summary-<device>, which compares fastgrpo with others. The pictures are
-written to <folder>: overview-<device>.png compares time and memory, NAME.png shows a step by its stages or how cost
-grows.
+prints a table for every benchmark and device, and writes it between `<!-- bench:NAME -->` and `<!-- /bench -->` on
+every page with these markers. NAME is <benchmark>-<device>, such as head-nvidia-h200. benchmarks/README.md has the
+markers of all tables. docs/benchmarks.md has the markers of summary-<device>, which compares fastgrpo with others. The
+pictures are written to <folder>: overview-<device>.png compares time and memory, NAME.png shows a step by its stages,
+or the growth of cost.
 """
 
 import json
@@ -21,14 +21,14 @@ from benchmarks.harness import in_words
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "benchmarks" / "README.md", ROOT / "docs" / "benchmarks.md")
 MINE = "fastgrpo"
-LOG_FROM = 20  # bars are drawn on a log scale where the largest is more than this many times the smallest
-# A benchmark -> the heading of each case that the overview shows.
+LOG_FROM = 20  # ratio of the largest to the smallest value above which bars use a log scale
+# Benchmark -> heading of each case in the overview.
 OVERVIEW = {
     "pretrained": {"beta 0": "Step of {model}", "beta 0.04": "Step with a reference"},
     "linear_grpo_loss": {"all rows": "Loss, {n:,} tokens"},
     "head": {"all rows": "Loss, {n:,} tokens, D = {d:,}"},
 }
-# The lines of the summary: a benchmark and its case, what is measured, and whom it is compared with.
+# Lines of the summary: benchmark, case, description, and peer.
 SUMMARY = (
     ("pretrained", "beta 0", "training step of SmolLM2-135M", "trl"),
     ("pretrained", "beta 0.04", "the same with a reference", "trl"),
@@ -45,18 +45,11 @@ NAMES = {
     "trl": "TRL", "full logits": "PyTorch, full logits", "transformers generate": "transformers",
     "a prompt each": "the prompt computed 8 times",
 }  # fmt: skip
-FLOOR = "bare products"  # matrix products without a loss: a bound, and not a contestant
+FLOOR = "bare products"  # matrix products without a loss: a bound, not a contestant
 
 
 def newest(path: Path) -> dict[str, list[dict]]:
-    """Read the results of the newest run of each benchmark. The results of one run share their date.
-
-    Args:
-        path: A results file, one JSON object a line.
-
-    Returns:
-        The name of a benchmark -> the results of its newest run.
-    """
+    """Read a results file, and return the rows of the newest run by benchmark. All rows of a run have one date."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     last = {}
     for row in rows:
@@ -71,15 +64,15 @@ def machine(device: str, row: dict) -> str:
 
 
 def table(rows: list[dict], device: str) -> str:
-    """Write the results of one run as Markdown.
+    """Format the results of one run as Markdown.
 
     Args:
-        rows: The results of one benchmark, as `newest` returns them.
+        rows: The results of one benchmark, from `newest`.
         device: The name of the results file: cpu, or the GPU's name.
 
     Returns:
-        A line that says what ran where and when, a table with a line for each variant and shape, the variants that
-        could not run, with the reason, and a table of the bars that the benchmark is held to.
+        A line with machine, commit and date; a table with a line per variant and shape; the missing variants with the
+        reason; and a table of the bars.
     """
     if "bar" in rows[0]:
         return f"{device}, commit {rows[0]['commit']}, {rows[0]['date'][:10]}.\n\n{bar_table(rows)}"
@@ -95,17 +88,13 @@ def table(rows: list[dict], device: str) -> str:
     if absent:
         lines += ["", "Missing: " + "; ".join(f"{variant} ({reason})" for variant, reason in absent) + "."]
     bars = [{"bar": name, **in_words(bar)} for row in rows for name, bar in row.get("bars", {}).items()]
-    if bars and "axis" not in first:  # there each line tells it
+    if bars and "axis" not in first:  # the lines of an axis include its bars
         lines += ["", bar_table(bars)]
     return "\n".join(lines)
 
 
 def summary(found: dict[str, list[dict]]) -> str:
-    """Write the lines of `SUMMARY` as Markdown, those that were measured.
-
-    Args:
-        found: The results of one device, as `newest` returns them.
-    """
+    """Format the measured lines of `SUMMARY` as Markdown, from the results of one device."""
     lines = [["what", "against", "fastgrpo", "other", "times as fast", "share of memory"], ["---"] * 6]
     for benchmark, case, what, peer in SUMMARY:
         rows = [row for row in found.get(benchmark, []) if row.get("case") == case and _timed(row)]
@@ -121,10 +110,10 @@ def summary(found: dict[str, list[dict]]) -> str:
 
 
 def bar_table(rows: list[dict]) -> str:
-    """Write bars as Markdown: what was measured, what is wanted, and for `make first-gpu` what was predicted.
+    """Format bars as Markdown: measured value, limit, and for `make first-gpu` the prediction.
 
     Args:
-        rows: One a bar; one without a measurement has the reason as "missing".
+        rows: One per bar. If it was not measured, "missing" is the reason.
     """
     shown = ["part", "bar", "measured", "predicted", "limit", "met"]
     if "part" not in rows[0]:
@@ -141,13 +130,13 @@ def bar_table(rows: list[dict]) -> str:
 
 
 def _lines_of(measured):
-    """Return the cells of the header, and of a line for each variant and shape."""
+    """Return the cells of the header, and of one line per variant and shape."""
     mine = {}
     for row in measured:
         if row["variant"].partition(",")[0] == MINE and "tolerance" not in row:
             mine[_case(row)] = min(row["ms_p50"], mine.get(_case(row), row["ms_p50"]))
     cells = [[of(row, mine) for of in COLUMNS.values()] for row in measured]
-    used = [i for i, column in enumerate(zip(*cells, strict=True)) if any(column)]  # no column for what nobody measured
+    used = [i for i, column in enumerate(zip(*cells, strict=True)) if any(column)]  # drop empty columns
     return [[line[i] for i in used] for line in (list(COLUMNS), *cells)]
 
 
@@ -167,7 +156,7 @@ def _number(key, form):
     return lambda row, mine: "" if row.get(key) is None else format(row[key], form)
 
 
-# Header of a column -> its text for one result; `mine` has the milliseconds of our fastest exact variant in each case.
+# Header of a column -> text for one row; `mine` has the milliseconds of our fastest exact variant by case.
 COLUMNS = {
     "model": lambda row, mine: row.get("model", ""),
     "N x D x V": lambda row, mine: f"{row['n']} x {row['d']} x {row['v']}" if "v" in row else "",
@@ -193,15 +182,12 @@ COLUMNS = {
 
 
 def fill(text: str, name: str, content: str) -> str:
-    """Replace what stands between the markers of a table.
+    """Replace the text between the markers of a table. A page without these markers is returned unchanged.
 
     Args:
-        text: A page.
+        text: The page.
         name: The name in the markers.
-        content: What shall stand between them.
-
-    Returns:
-        The page with the new content, or the page as it was where it has no such markers.
+        content: The new text between the markers.
     """
     start, end = f"<!-- bench:{name} -->", "<!-- /bench -->"
     pattern = re.compile(f"({re.escape(start)}\n).*?({re.escape(end)})", re.DOTALL)
@@ -209,11 +195,11 @@ def fill(text: str, name: str, content: str) -> str:
 
 
 def draw_bars(groups: list[tuple[str, list[dict]]], title: str, path: Path) -> None:
-    """Draw time and memory side by side, a bar for each contestant; a row of panels for each group.
+    """Draw time and memory side by side, one bar per contestant and one row of panels per group.
 
     Args:
-        groups: The heading of each row of panels, and its results.
-        title: The headline: machine and precision.
+        groups: Heading and results of each row of panels.
+        title: Machine and precision.
         path: The PNG file to write.
     """
     heights = [len(rows) + 1 for _, rows in groups]
@@ -241,7 +227,7 @@ def draw_bars(groups: list[tuple[str, list[dict]]], title: str, path: Path) -> N
 
 
 def _quantity(key, value):
-    """Write milliseconds or MiB with a unit that suits their size."""
+    """Format milliseconds or MiB with a suitable unit."""
     unit, large = ("ms", "s") if key == "ms_p50" else ("MiB", "GiB")
     if key == "ms_p50" and value >= 1000:
         return f"{value / 1000:#.3g} {large}"
@@ -249,12 +235,7 @@ def _quantity(key, value):
 
 
 def draw_stages(rows: list[dict], path: Path) -> None:
-    """Draw the time of a step as a bar for each contestant; the bars of fastgrpo are stacked by stage.
-
-    Args:
-        rows: The results of one benchmark; `stages_ms` holds the milliseconds of each stage.
-        path: The PNG file to write.
-    """
+    """Draw the time of a step, one bar per contestant; bars with `stages_ms` are stacked by stage."""
     chosen = [row for row in rows if "missing" not in row]
     figure = _figure(9, 1 + 0.5 * len(chosen))
     axis = figure.subplots()
@@ -281,7 +262,7 @@ def _figure(width, height):
 
 
 def overview(found: dict[str, list[dict]]) -> list[tuple[str, list[dict]]]:
-    """Return the groups of the picture in the README: whole steps and the loss against other implementations."""
+    """Return the groups of the overview picture: training steps and the loss against other implementations."""
     groups = []
     for benchmark, what in OVERVIEW.items():
         cases = {}
@@ -293,12 +274,7 @@ def overview(found: dict[str, list[dict]]) -> list[tuple[str, list[dict]]]:
 
 
 def main(folder: str | Path = RESULTS, *pages: str | Path) -> None:
-    """Print the tables, put them between the markers of the pages, and draw the pictures.
-
-    Args:
-        folder: The folder of the results files; the pictures go there too.
-        pages: Markdown files. Without any, they are those of `PAGES`.
-    """
+    """Print the tables, write them to the pages (by default `PAGES`), and draw the pictures into the folder."""
     folder, pages = Path(folder), [Path(page) for page in pages or PAGES]
     for path in sorted(folder.glob("*.jsonl")):
         found = newest(path)
@@ -310,7 +286,7 @@ def main(folder: str | Path = RESULTS, *pages: str | Path) -> None:
             if any("stages_ms" in row for row in rows):
                 draw_stages(rows, folder / f"{name}.png")
             if not any([_write_table(page, name, table(rows, path.stem)) for page in pages]):
-                print(f"No page has this table: it goes between <!-- bench:{name} --> and <!-- /bench -->.\n")
+                print(f"No page has this table; add <!-- bench:{name} --> and <!-- /bench --> to one.\n")
         for page in pages:
             _write_table(page, f"summary-{path.stem}", summary(found))
         if groups := overview(found):
@@ -319,7 +295,7 @@ def main(folder: str | Path = RESULTS, *pages: str | Path) -> None:
 
 
 def _write_table(page, name, markdown):
-    """Put a table onto a page that has its markers, and return whether it has them."""
+    """Write a table to a page between its markers, and return whether the page has them."""
     before = page.read_text() if page.exists() else ""
     after = fill(before, name, markdown)
     if after != before:

@@ -1,30 +1,31 @@
-"""What several GPUs send a step, and how long that takes, before anyone has measured it.
+"""Predicts the bytes that ranks send per step, and the time this takes.
 
     python -m benchmarks.scale --nvlink 450 --network 50
 
-prints the table of docs/scale.md; --help lists what is assumed. Each GPU has one GPU's work, so that K GPUs train on K
+prints the table of docs/scale.md; --help lists the assumptions. The work per GPU is constant, so K GPUs train on K
 times the prompts. With N parameters, R of them in embedding and head, K ranks and M micro-batches, a rank sends
 
     ddp      2 (K - 1) / K 4 N                                 an all-reduce of the gradients in fp32
-    fsdp2    (K - 1) / K (M (4 (N - R) + 2 R + 4 N) + 2 N)     of each micro-batch two all-gathers of the layers and one
-                                                               of embedding and head in bf16, and one reduce-scatter of
-                                                               the gradients in fp32; and one gather of the whole
-                                                               weights for the rollouts
+    fsdp2    (K - 1) / K (M (4 (N - R) + 2 R + 4 N) + 2 N)     per micro-batch: two all-gathers of the layers and one of
+                                                               embedding and head in bf16, and one reduce-scatter of
+                                                               the gradients in fp32; and one gather of all weights for
+                                                               the rollouts
 
-and with fsdp2_keep ("kept whole") one all-gather of the layers less of each micro-batch. There is
-no reference (beta is 0), and no evaluation or save.
+With fsdp2_keep ("kept whole"), each micro-batch needs one all-gather of the layers less. There is no reference (beta is
+0), no evaluation and no save.
 
 The bytes of a collective are those of a ring (nccl-tests, doc/PERFORMANCE.md), and tests/ranks/test_counts.py counts
-the collectives. The shares of a step are no bounds. They are those of links at their peak, without latency and without
-waiting for the slowest rank; but nothing is sent while something computes here, as FSDP2 gathers a layer ahead.
+the collectives. The shares of a step are not bounds. They assume peak bandwidth, no latency, and no wait for the
+slowest rank. On the other hand, they ignore the overlap with compute, such as FSDP2's prefetch of the next layer.
 
-A step computes for
+The compute time of a step is
 
-    update     (6 + 2) N tokens / (peak x utilization)         forward, backward, and layers computed again
+    update     (6 + 2) N tokens / (peak x utilization)                     forward, backward, recomputed layers
     rollouts   length x 2 N / (memory bandwidth x utilization of it)       each decode step reads all weights in bf16
 
-The peak is that of an H100 SXM in bf16 without sparsity, 989 TFLOP/s, its memory has 3.35 TB/s and its NVLink 450 GB/s
-in one direction (NVIDIA's data sheet). 400 Gb/s are 50 GB/s, one adapter for each GPU. Both utilizations are assumed.
+The values are those of an H100 SXM: 989 TFLOP/s in bf16 without sparsity, 3.35 TB/s of memory bandwidth, and 450 GB/s
+of NVLink in one direction (NVIDIA's data sheet). 400 Gb/s are 50 GB/s, one adapter per GPU. Both utilizations are
+assumptions.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.trainer.memory import PROMPT_TOKENS, Count, plan
 
-# Qwen2.5: hidden size, width of the MLP, layers, query heads, key heads, vocabulary, whether the head is tied.
+# Qwen2.5: hidden size, width of the MLP, layers, query heads, key heads, vocabulary, tied head.
 MODELS = {
     "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),
     "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
@@ -63,9 +64,9 @@ class Row(NamedTuple):
     Attributes:
         model: The name of the model.
         gpus: K.
-        mode: How the ranks share the run.
-        sent: Bytes that a rank sends a step.
-        compute: Seconds of a step without what is sent.
+        mode: A key of `MODES`.
+        sent: Bytes that a rank sends per step.
+        compute: Seconds per step without communication.
     """
 
     model: str
@@ -77,11 +78,7 @@ class Row(NamedTuple):
 
 @cache
 def outlined(name: str) -> Qwen2ForCausalLM:
-    """Build a model without weights.
-
-    Args:
-        name: A key of `MODELS`.
-    """
+    """Build a model of `MODELS` without weights."""
     names = (
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "vocab_size", "tie_word_embeddings",
@@ -91,14 +88,14 @@ def outlined(name: str) -> Qwen2ForCausalLM:
 
 
 def sent(count: Count, ranks: int, micro_batches: int, *, sharded: bool, reshard: bool = True) -> float:
-    """Count the bytes that a rank sends a step.
+    """Return the bytes that a rank sends per step.
 
     Args:
         count: The parameters: N, and R of them.
         ranks: K.
         micro_batches: M.
-        sharded: Whether fsdp2 shares the run; else ddp.
-        reshard: Whether a layer's weights are gathered a second time for the backward pass.
+        sharded: Whether fsdp2 is used, instead of ddp.
+        reshard: Whether a layer's weights are gathered again for the backward pass.
     """
     share = (ranks - 1) / ranks
     if not sharded:
@@ -108,11 +105,7 @@ def sent(count: Count, ranks: int, micro_batches: int, *, sharded: bool, reshard
 
 
 def rows(given: argparse.Namespace) -> Iterator[Row]:
-    """Predict every model, number of GPUs and mode that fits; offloaded only where nothing else does.
-
-    Args:
-        given: The assumptions.
-    """
+    """Predict every model, number of GPUs and mode that fits; offloaded only if no other mode fits."""
     tokens = given.prompts * (PROMPT_TOKENS + given.generations * given.length)
     for name in MODELS:
         count = Count.of(outlined(name))
@@ -131,7 +124,7 @@ def rows(given: argparse.Namespace) -> Iterator[Row]:
 
 
 def _configs(given, gpus):
-    """List every mode with the settings of a run in it, which has the work of one GPU on each GPU."""
+    """Yield every mode with its settings, with constant work per GPU."""
     for mode, settings in MODES.items():
         yield mode, GRPOConfig(
             prompts_per_step=given.prompts * gpus, num_generations=given.generations, **settings,
@@ -140,17 +133,13 @@ def _configs(given, gpus):
 
 
 def _fits(name, config, gpus, room):
-    """Tell whether a run fits GPUs with so many GiB."""
-    on = {"dtype": torch.bfloat16, "device": torch.device("cpu")}  # the plan of a CPU counts the head's logits in fp32
+    """Return whether a run fits GPUs with this many GiB."""
+    on = {"dtype": torch.bfloat16, "device": torch.device("cpu")}  # on a CPU, the plan counts the head's logits in fp32
     return plan(config, outlined(name), room=room * 2**30, ranks=gpus, **on).fits
 
 
 def table(given: argparse.Namespace | None = None) -> str:
-    """Write the predictions as a Markdown table.
-
-    Args:
-        given: The assumptions; None for the defaults.
-    """
+    """Format the predictions as a Markdown table; None means the default assumptions."""
     given = given or assumptions([])
     lines = [
         "| model | GPUs | parallel | computes, s | sends, GB | NVLink, s | share | network, s | share |",
@@ -166,43 +155,32 @@ def table(given: argparse.Namespace | None = None) -> str:
 
 
 def balance(given: argparse.Namespace) -> float:
-    """Return how many lanes make a decode step take longer than reading the weights does.
+    """Return the number of lanes at which the compute of a decode step takes as long as reading the weights.
 
-    A lane costs 2 N operations, and the weights are 2 N bytes: peak / memory bandwidth lanes take equally long. With
-    fewer lanes on a GPU, a decode step is hardly shorter, so that more GPUs for the same prompts save little.
-
-    Args:
-        given: The assumptions.
+    A lane costs 2 N operations, and the weights are 2 N bytes, so this is peak / memory bandwidth. With fewer lanes per
+    GPU, a decode step is hardly shorter, so more GPUs for the same prompts save little.
     """
     return given.tflops * 1e12 / (given.memory_bandwidth * 1e9)
 
 
 def assumptions(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the assumptions.
-
-    Args:
-        argv: The arguments; None takes those of the process.
-    """
+    """Parse the assumptions; None means the arguments of the process."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.splitlines()[0])
-    parser.add_argument("--nvlink", type=float, default=450, help="GB/s that a GPU sends by NVLink")
-    parser.add_argument("--network", type=float, default=50, help="GB/s that a GPU sends through the network")
-    parser.add_argument("--room", type=float, default=78, help="GiB that are free on a GPU, here one of 80 GB")
+    parser.add_argument("--nvlink", type=float, default=450, help="GB/s that a GPU sends over NVLink")
+    parser.add_argument("--network", type=float, default=50, help="GB/s that a GPU sends over the network")
+    parser.add_argument("--room", type=float, default=78, help="free GiB of a GPU; the default is for 80 GB")
     parser.add_argument("--tflops", type=float, default=989, help="peak of a GPU in bf16, in TFLOP/s")
     parser.add_argument("--utilization", type=float, default=0.4, help="share of the peak that an update reaches")
     parser.add_argument("--memory_bandwidth", type=float, default=3350, help="GB/s of a GPU's memory")
     parser.add_argument("--memory_utilization", type=float, default=0.6, help="share of it that decoding reaches")
-    parser.add_argument("--prompts", type=int, default=DEFAULTS.prompts_per_step, help="prompts a step on each GPU")
+    parser.add_argument("--prompts", type=int, default=DEFAULTS.prompts_per_step, help="prompts per step and GPU")
     parser.add_argument("--generations", type=int, default=DEFAULTS.num_generations, help="completions of each prompt")
     parser.add_argument("--length", type=int, default=DEFAULTS.max_completion_length, help="tokens of each completion")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the table, and how many lanes a GPU needs.
-
-    Args:
-        argv: The arguments; None takes those of the process.
-    """
+    """Print the table, and the number of lanes that a GPU needs."""
     given = assumptions(argv)
     print(table(given))
     print(f"\nlanes from which a decode step takes longer than reading the weights: {balance(given):.0f}")

@@ -1,4 +1,4 @@
-"""One optimizer step of a TRL trainer at a time, so that it can take turns with fastgrpo's."""
+"""Runs a TRL trainer one optimizer step at a time, to time it in turns with fastgrpo's."""
 
 import threading
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from benchmarks.contestants import Entry
 
 
 class Stepwise(TrainerCallback):
-    """Lets a TRL trainer, which runs in a thread of its own, take one optimizer step at each call.
+    """Runs a TRL trainer in a separate thread, one optimizer step per call.
 
-    On a CPU, the memory measurement does not see what that thread allocates.
+    On a CPU, the memory measurement does not include the allocations of that thread.
     """
 
     def __init__(self):
@@ -21,33 +21,15 @@ class Stepwise(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Wait until a step is called for.
-
-        Args:
-            args: Settings of the trainer.
-            state: Where the trainer is.
-            control: What the trainer does next.
-            kwargs: Objects of the trainer.
-        """
+        """Wait for the next call."""
         self.go.acquire()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Tell that the step is done.
-
-        Args:
-            args: Settings of the trainer.
-            state: Where the trainer is.
-            control: What the trainer does next.
-            kwargs: Objects of the trainer.
-        """
+        """Signal the end of the step."""
         self.done.release()
 
     def start(self, trainer: Any) -> None:
-        """Start the training, which waits for the first call.
-
-        Args:
-            trainer: TRL's GRPOTrainer, with this object among its callbacks.
-        """
+        """Start the training, which waits for the first call. This object must be a callback of the trainer."""
 
         def train() -> None:
             try:
@@ -68,14 +50,14 @@ class Stepwise(TrainerCallback):
 def trl_entry(
     variant: str, path: str, reward: Callable[..., list[float]], rows: list[dict[str, Any]], **settings: Any
 ) -> Entry:
-    """Make TRL's GRPOTrainer as a contestant.
+    """Create TRL's GRPOTrainer as a contestant.
 
     Args:
-        variant: What its only variant, which takes one step, is called.
+        variant: Name of its only variant, which runs one step.
         path: Folder of the model.
         reward: The reward function.
-        rows: What it trains on.
-        settings: Settings of TRL's GRPOConfig beside those that keep it from stopping, logging and saving.
+        rows: The training rows.
+        settings: Settings of TRL's GRPOConfig besides those that prevent stopping, logging and saving.
     """
     import trl
     from datasets import Dataset

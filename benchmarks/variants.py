@@ -1,6 +1,6 @@
-"""The GRPO loss over a language-model head: by fastgrpo, by full logits, and the bare products that any head needs.
+"""The GRPO loss over a language-model head: fastgrpo, full logits, and the bare products that any head needs.
 
-Shapes: N tokens, V vocabulary, D hidden. Unless it says otherwise, a head is a function that takes a `Batch`, computes
+Shapes: N tokens, V vocabulary, D hidden. Unless stated otherwise, a head is a function that takes a `Batch`, computes
 the clipped GRPO loss, a mean over the active tokens, and returns the gradients of hidden [N, D] and weight [V, D].
 """
 
@@ -21,23 +21,13 @@ Head = Callable[[Batch], Gradients]
 
 
 def plain_loss(logps: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Compute the loss in plain PyTorch, for the heads that stop at log-probs.
-
-    Args:
-        logps: [N] log-probs of the targets.
-        batch: What they were computed from.
-    """
+    """Compute the loss from log-probs [N] in plain PyTorch, for heads that return log-probs."""
     weights = batch.mask / batch.mask.sum()
     return reference.policy_loss(logps, batch.old_logps, None, batch.advantages, weights, OBJECTIVE)[0]
 
 
 def gradients_of(loss: torch.Tensor, batch: Batch) -> Gradients:
-    """Return the gradients of hidden states and weight.
-
-    Args:
-        loss: A scalar that was computed from the batch.
-        batch: The inputs of the head.
-    """
+    """Return the gradients of hidden states and weight."""
     return torch.autograd.grad(loss, (batch.hidden, batch.weight))
 
 
@@ -50,56 +40,29 @@ def _public_loss(batch: Batch, tolerance: float = 0.0) -> GRPOLossOutput:
 
 
 def fastgrpo(batch: Batch) -> Gradients:
-    """Call fastgrpo's public function, which projects the active tokens alone.
-
-    Args:
-        batch: The inputs of the head.
-    """
+    """Call fastgrpo's public function, which computes only the active tokens."""
     return gradients_of(_public_loss(batch).loss, batch)
 
 
 def fastgrpo_bounded(tolerance: float) -> Head:
-    """Make `fastgrpo` with a bounded backward.
-
-    Args:
-        tolerance: The argument `backward_tolerance`, above 0.
-    """
+    """Return `fastgrpo` with this `backward_tolerance`."""
     return lambda batch: gradients_of(_public_loss(batch, tolerance).loss, batch)
 
 
 def kept_and_dropped(batch: Batch, tolerance: float) -> tuple[float, float]:
-    """Return the share of the columns that a bounded backward keeps, and the most mass that a row leaves out.
-
-    Args:
-        batch: The inputs of the head.
-        tolerance: The argument `backward_tolerance`, above 0.
-
-    Returns:
-        Both as the metrics `head/kept_columns` and `head/dropped_mass` say them.
-    """
+    """Return the metrics `head/kept_columns` and `head/dropped_mass` of a bounded backward."""
     metrics = _public_loss(batch, tolerance).metrics
     return float(metrics["head/kept_columns"]), float(metrics["head/dropped_mass"])
 
 
 def fastgrpo_forward(batch: Batch) -> torch.Tensor:
-    """Call fastgrpo's public function without gradients, for which one product with the weight is enough.
-
-    Args:
-        batch: The inputs of the head.
-
-    Returns:
-        [N] log-probs of the targets.
-    """
+    """Call fastgrpo's public function without gradients, which needs one product, and return the log-probs [N]."""
     with torch.no_grad():
         return _public_loss(batch).logps
 
 
 def fastgrpo_chunks(chunk_rows: int) -> Head:
-    """Make `fastgrpo` with chunks of another size, which is no argument of the public function.
-
-    Args:
-        chunk_rows: Tokens whose logits are held at once.
-    """
+    """Return `fastgrpo` with another chunk size, which is not an argument of the public function."""
 
     def call(batch: Batch) -> Gradients:
         hidden, weight = batch.hidden, batch.weight
@@ -126,41 +89,26 @@ def _full_logits_loss(batch: Batch) -> torch.Tensor:
 
 
 def full_logits(batch: Batch) -> Gradients:
-    """Do what a training loop without a fused head does: compute logits [N, V] in the batch's dtype, and then fp32.
-
-    Args:
-        batch: The inputs of the head.
-    """
+    """Compute logits [N, V] in the batch's dtype and cast them to fp32, as a training loop without a fused head."""
     return gradients_of(_full_logits_loss(batch), batch)
 
 
 def full_logits_compiled(backend: str) -> Head:
-    """Make `full_logits` under torch.compile.
-
-    Args:
-        backend: "inductor", or "aot_eager" where no compiler shall run.
-    """
+    """Return `full_logits` under torch.compile, with the backend "inductor", or "aot_eager" without a compiler."""
     loss = torch.compile(_full_logits_loss, backend=backend, dynamic=False)
     return lambda batch: gradients_of(loss(batch), batch)
 
 
 def one_product(batch: Batch) -> torch.Tensor:
-    """Compute nothing but the logits of the active tokens. No forward pass of a head can be faster.
-
-    Args:
-        batch: The inputs of the head.
-    """
+    """Compute only the logits of the active tokens, a lower bound for the forward pass of a head."""
     with torch.no_grad():
         return batch.hidden[: len(batch.rows)] @ batch.weight.T
 
 
 def bare_products(batch: Batch) -> Gradients:
-    """Compute nothing but the three products that a forward and a backward pass need, in the dtype of the operands.
+    """Compute only the three products of forward and backward, in the dtype of the operands.
 
-    There is no loss, no cast and no chunk, so that no head with gradients can be faster.
-
-    Args:
-        batch: The inputs of the head.
+    Without loss, casts and chunks, this is a lower bound for a head with gradients.
     """
     with torch.no_grad():
         hidden = batch.hidden[: len(batch.rows)]

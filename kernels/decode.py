@@ -1,22 +1,22 @@
-"""Decode attention of G lanes that share a prompt: each lane sees its prompt's keys and its own (Hydragen, 2402.05099).
+"""Decode attention of G lanes that share a prompt: each lane attends to its prompt and itself (Hydragen, 2402.05099).
 
     o = sum_s 2^(l_s - l) o_s,   l = log2 sum_s 2^(l_s),   s over splits of the prompt's keys and of the lane's own
 
 `_partial_fwd_kernel` runs twice. Over the prompts, one program gathers the queries of all lanes of a prompt through
-`members` and takes a split of the prompt's keys: the products are real matrix products, and the prompt's keys and
-values are read once for all of its lanes. Over the lanes, one program takes the queries of one lane that share a key
-head, and a split of the lane's own keys. Both write a normalized partial output o_s and its log-sum-exp l_s (base 2,
-scale included). `_merge_fwd_kernel` then merges the partial outputs of a lane in fixed order.
+`members`, for one split of the prompt's keys. So the prompt's keys and values are read once for all its lanes, by
+matrix products. Over the lanes, one program takes the queries of one lane that share a key head, and a split of the
+lane's own keys. Both write a normalized partial output o_s and its log-sum-exp l_s (base 2, scale included). Then
+`_merge_fwd_kernel` merges the partial outputs of a lane in fixed order.
 
-A lane is one completion in flight; a slot is where the keys and values of a lane or of a prompt lie in memory.
+A lane is one completion in flight. A slot is the memory for the keys and values of a lane or a prompt.
 
 Shapes: R lanes, H query heads, K key heads with H % K == 0, P prompts of at most T tokens and at most G lanes each, C
 tokens that a lane's slot holds, d width of a head. Partial outputs are fp32 [splits, R, H, d], those of the lanes' own
 keys first; log-sum-exps are fp32 [splits, R, H], and -inf where a split holds no key.
 
-Partial outputs stay fp32: with bf16 ones the result would be rounded twice and err 1.41 times as much (emulated over 2
-to 8 splits), where 1.1 times is allowed. They are small: 3.5 KiB a lane and split at 14 heads of 64, beside 512 KiB of
-keys and values at a context of 1,024 tokens, and the merge finds them in the L2 cache.
+Partial outputs are fp32: with bf16 the result would be rounded twice, with 1.41 times the error (emulated over 2 to 8
+splits; 1.1 times is allowed). They are small: 3.5 KiB per lane and split at 14 heads of 64, compared with 512 KiB of
+keys and values at a context of 1,024 tokens, and the merge reads them from the L2 cache.
 """
 
 import torch
@@ -35,8 +35,8 @@ def _partial_fwd_kernel(q_ptr, k_ptr, v_ptr, length_ptr, member_ptr, out_ptr, ls
                         BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Attend with the queries of one slot and one key head to one split of the slot's keys.
 
-    A row of the block is a pair of lane and query head. `member_ptr` is None where slot r is that of lane r. The
-    `later_splits` are those that the other launch may fill afterwards; this one marks them as empty.
+    A row of the block is a pair of lane and query head. `member_ptr` is None if slot r belongs to lane r. This launch
+    marks the `later_splits` as empty, which the other launch may then fill.
     """
     slot, block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
     key_head, split = tl.program_id(1), tl.program_id(2)
@@ -108,7 +108,7 @@ def _merge_fwd_kernel(part_ptr, lse_ptr, out_ptr, n_lanes, n_heads, splits, DEPT
         places = place + split * step
         lse = tl.load(lse_ptr + places, mask=there, other=float("-inf"))
         weight = tl.exp2(lse - top)
-        # An empty split wrote no partial output: what lies in its place must not be read.
+        # An empty split wrote no partial output, so its memory must not be read.
         filled = (there & (lse != float("-inf")))[:, None] & (depth < DEPTH)[None, :]
         acc += weight[:, None] * tl.load(part_ptr + places[:, None] * DEPTH + depth[None, :], mask=filled, other=0.0)
         total += weight
@@ -120,7 +120,7 @@ def _merge_fwd_kernel(part_ptr, lse_ptr, out_ptr, n_lanes, n_heads, splits, DEPT
 def _check(query: torch.Tensor, slots: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
     """Raise ValueError unless the query and each of `slots` (name prefix -> keys, values, lengths) fit the kernel."""
     if query.device.type == "cpu" and not launch.INTERPRET:
-        raise ValueError("group_decode needs CUDA tensors, got query on the CPU; use another attention provider there")
+        raise ValueError("group_decode needs CUDA tensors, got query on the CPU; use another attention provider")
     if query.dtype not in launch.DTYPES:
         raise ValueError(f"query must be bf16, fp16 or fp32, got {query.dtype}")
     if query.ndim != 3 or query.stride(-1) != 1:
@@ -131,14 +131,14 @@ def _check(query: torch.Tensor, slots: dict[str, tuple[torch.Tensor, torch.Tenso
             fits = tensor.ndim == 4 and tensor.shape[-1] == depth and heads % tensor.shape[1] == 0
             if not fits or tensor.shape != keys.shape or tensor.stride(-1) != 1 or tensor.dtype != query.dtype:
                 raise ValueError(
-                    f"{name} must be {query.dtype} [slots, K, tokens, {depth}], contiguous in the last, K a divisor of "
-                    f"{heads} heads and the same shape for keys and values, got {tensor.dtype} {tuple(tensor.shape)} "
-                    f"with strides {tensor.stride()}"
+                    f"{name} must be {query.dtype} [slots, K, tokens, {depth}], contiguous in the last dimension, with "
+                    f"K a divisor of {heads} heads and equal shapes of keys and values, got {tensor.dtype} "
+                    f"{tuple(tensor.shape)} with strides {tensor.stride()}"
                 )
             assert tensor.shape[2] * tensor.stride(2) < 2**31, "offsets within a slot are 32-bit"
         if lengths.dtype != torch.int32 or lengths.stride(-1) != 1 or len(lengths) > len(keys):
             raise ValueError(
-                f"{prefix}lengths must be int32, contiguous and at most one a slot, got {lengths.dtype} "
+                f"{prefix}lengths must be int32, contiguous, and at most one per slot, got {lengths.dtype} "
                 f"{tuple(lengths.shape)} for {len(keys)} slots"
             )
 
@@ -156,34 +156,34 @@ def group_decode(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """Compute one decode step of attention, in which every lane attends to its prompt and to its own tokens.
+    """Compute one decode step of attention: every lane attends to its prompt and to its own tokens.
 
-    Nothing waits for the host, and the launches depend on shapes alone, so that a CUDA graph may hold them. Of every
-    tensor only the last stride must be 1.
+    There is no sync, and the launches depend only on shapes, so that a CUDA graph can capture them. Only the last
+    stride of each tensor must be 1.
 
     Args:
         query: [R, H, d] bf16, fp16 or fp32. Lane r owns slot r of `keys` and `values`.
         keys: [slots >= R, K, C, d] in the dtype of the query.
         values: As `keys`.
-        lengths: [R] int32, the tokens of each lane, the newest one included.
+        lengths: [R] int32, the number of tokens of each lane, including the newest one.
         prompt_keys: [P, K, T, d] in the dtype of the query.
         prompt_values: As `prompt_keys`.
-        prompt_lengths: [P] int32, the tokens of each prompt.
-        members: [P, G] int32, the lanes of each prompt in any order, -1 where there is none. A lane belongs to one
-            prompt at most; a lane of no prompt attends to its own tokens alone. A prompt without lanes costs nothing.
+        prompt_lengths: [P] int32, the number of tokens of each prompt.
+        members: [P, G] int32, the lanes of each prompt in any order, padded with -1. A lane belongs to at most one
+            prompt. A lane without a prompt attends only to its own tokens. A prompt without lanes costs nothing.
         scale: Factor of the scores.
 
     Returns:
         [R, H, d] in the dtype of the query; zeros for a lane without any key.
 
     Raises:
-        ValueError: A shape, dtype, stride or device is none of the above.
+        ValueError: A shape, dtype, stride or device differs from the above.
     """
     _check(query, {"": (keys, values, lengths), "prompt_": (prompt_keys, prompt_values, prompt_lengths)})
     (lanes, heads, depth), key_heads = query.shape, keys.shape[1]
     prompts = len(prompt_keys)
     if lengths.shape != (lanes,) or len(keys) < lanes:
-        raise ValueError(f"lengths must be [{lanes}] and keys hold as many slots, got {lengths.shape}, {len(keys)}")
+        raise ValueError(f"lengths must be [{lanes}], and keys have as many slots, got {lengths.shape}, {len(keys)}")
     if members.ndim != 2 or members.dtype != torch.int32 or len(members) != prompts or not members.is_contiguous():
         raise ValueError(f"members must be int32 [{prompts}, G], got {members.dtype} {tuple(members.shape)}")
     if prompt_lengths.shape != (prompts,) or prompt_keys.shape[1] != key_heads:
@@ -212,7 +212,7 @@ def group_decode(
         )  # fmt: skip
 
     if lanes:
-        # The lanes' own keys come first: that launch marks the prompt's splits as empty, for lanes without a prompt.
+        # The lanes' own keys come first: this launch marks the prompt's splits as empty, for lanes without a prompt.
         partial(lanes, keys, values, lengths, None, own, own_blocks, 0, own_splits)
         if prompts and group:
             partial(prompts, prompt_keys, prompt_values, prompt_lengths, members, shared, row_blocks, own_splits,

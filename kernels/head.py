@@ -4,34 +4,34 @@
     logp = z_t - log sum_v exp(z_v),   H = -sum_v p_v log p_v
     dz_v = g (1[v = t] - p_v) - h p_v (log p_v + H)       for gradients g of logp and h of H
 
-1. Anchor: c_n = y at the target, as the diagonal of a product that rounds as the main one does.
-2. Exponentials: E_v = exp((y_v - c) / T), stored in bf16, which has the exponent range for it. Their sums over each
+1. Anchor: c_n = y at the target, the diagonal of a product with the same rounding as the main one.
+2. Exponentials: E_v = exp((y_v - c) / T), stored in bf16, which has enough exponent range. Their sums over each
    vocabulary tile are fp32.
 3. Reduce: S, the sum of E_v over v != t, in fixed order. Then logp = -log1p(S) and p_v = E_v / (S + 1).
-4. Guard: a row whose S reaches 2^86 (its target lies 60 nats below) gets its maximum as the anchor, in two passes that
-   return at once where no row is flagged.
-5. Finish: `RowStats`, and the target's entry of E becomes -S. So dz_v = v E_v for v = -g / (S + 1): the forward's
-   product has become the backward's operand.
+4. Guard: a row whose S reaches 2^86 (its target is 60 nats below the maximum) gets its maximum as the anchor, in two
+   passes that return immediately if no row is flagged.
+5. Finish: compute `RowStats`, and set the target's entry of E to -S. Then dz_v = v E_v for v = -g / (S + 1): the
+   product of the forward is the operand of the backward.
 6. Gradients, by cuBLAS: dH = v (E W), dW = E^T (v H), dbias = E^T v. With the forward, three products.
 
-A GRPO gradient is separable by token: g is known as soon as logp is. The loss takes one of three forms:
+A GRPO gradient is separable by token: g follows from logp. The loss has one of three forms:
 
 - One chunk (M <= chunk_rows): E is kept, and both products of the gradient run in the backward. Nothing is wasted under
-  no_grad or in a checkpointed region, and dW comes in the weight's dtype.
-- More tokens than a chunk holds: the forward goes chunk by chunk, forms the gradients at once and sums dW in fp32. A
-  sequence-level factor needs all log-probs of its sequence: chunks then end where sequences end, and a sequence that is
-  longer than a chunk costs a forward-only pass over all tokens.
-- An entropy bonus under a soft-cap: g and h are kept, and the backward recomputes E: four products. The log-probs of
-  more rows than a chunk take this form too.
+  no_grad or in a checkpointed region, and dW has the weight's dtype.
+- Several chunks: the forward computes the gradients of each chunk and sums dW in fp32. A sequence-level factor needs
+  all log-probs of its sequence. So chunks then end where sequences end, and a sequence longer than a chunk costs a
+  forward-only pass over all tokens.
+- An entropy bonus under a soft-cap: g and h are kept, and the backward recomputes E: four products. Log-probs of
+  several chunks use this form too.
 
 A weight may be sharded by rows over processes (`group` is the name of their process group). Then c, the sums and the
-maxima of flagged rows [N] are all-reduced, so that every rank decides alike; only the rank that has a target patches
-its E; dH is summed over the ranks. Targets are then ids within the shard, or ELSEWHERE (head_torch.py).
+maxima of flagged rows [N] are all-reduced, so that all ranks flag the same rows. Only the rank with the target patches
+its E. dH is summed over the ranks. Targets are then ids within the shard, or ELSEWHERE (head_torch.py).
 
-The kernels take bf16. In the interpreter they take fp32 too, so that tests can tell an error from rounding. All
-arithmetic after the products is fp32; exponents are kept in base 2, x2 = x log2(e) / T. Row kernels use pointer loads,
-since bulk copies combined with reductions are slower (triton issue 9703). The operators are opaque to torch.compile,
-which would take their products apart.
+The kernels support bf16. In the interpreter they also support fp32, so that tests can distinguish errors from rounding.
+All arithmetic after the products is fp32. Exponents are in base 2, x2 = x log2(e) / T. Row kernels use pointer loads,
+because bulk copies combined with reductions are slower (triton issue 9703). The operators are opaque to torch.compile,
+which would split their products.
 
 Shapes: N rows of hidden states (tokens), M <= N kept ones, n rows of a chunk, V vocabulary, D hidden size, S sequences.
 """
@@ -59,18 +59,18 @@ from fastgrpo.kernels.objectives import PolicyRows, cut, first_order, needed, no
 Tensor = torch.Tensor
 
 
-# A row of logits is flagged when the exponentials of its other tokens, relative to its target, sum to this much (59.6
-# nats). It then gets its maximum as the anchor: V e^80 overflows the fp32 sum, and v H underflows in bf16 past 65 nats.
+# A row of logits is flagged if the exponentials of its other tokens, relative to its target, sum to at least this (59.6
+# nats). Its anchor is then its maximum: V e^80 overflows the fp32 sum, and v H underflows in bf16 beyond 65 nats.
 GUARD = tl.constexpr(2.0**86)
 
 
 @triton.jit
 def flagged(total_ptr, rows, n_rows):
-    """Return which rows need another anchor than their target. NaN does not, and stays NaN.
+    """Return which rows need another anchor than their target. NaN is not flagged, and stays NaN.
 
     Args:
-        total_ptr: [N] sums of the exponentials of the tokens other than the target.
-        rows: Numbers of the rows.
+        total_ptr: [N] sums of the exponentials of all tokens except the target.
+        rows: Row indices.
         n_rows: N.
     """
     return tl.load(total_ptr + rows, mask=rows < n_rows, other=0.0) >= GUARD
@@ -81,9 +81,9 @@ def row_scale(inv_t, inv_t_ptr, rows, n_rows):
     """Return log2(e) / T of each row.
 
     Args:
-        inv_t: 1 / T of all rows, read where `inv_t_ptr` is None.
+        inv_t: 1 / T of all rows, used if `inv_t_ptr` is None.
         inv_t_ptr: [N] 1 / T of each row, or None.
-        rows: Numbers of the rows.
+        rows: Row indices.
         n_rows: N.
     """
     if inv_t_ptr is not None:
@@ -93,7 +93,7 @@ def row_scale(inv_t, inv_t_ptr, rows, n_rows):
 
 @triton.jit
 def tanh(x):
-    """Return the hyperbolic tangent, by one exponential and one division, to an absolute error of fp32 rounding.
+    """Return the hyperbolic tangent by one exponential and one division. Its absolute error is fp32 rounding.
 
     Args:
         x: fp32 values.
@@ -111,15 +111,15 @@ def dot_rows(h_ptr, h_stride, rows, w_ptr, w_stride, cols, depth, even_k: tl.con
     Args:
         h_ptr: hidden [N, D].
         h_stride: Elements between two rows of hidden.
-        rows: [BLOCK_M] row numbers in [0, N).
+        rows: [BLOCK_M] row indices in [0, N).
         w_ptr: weight [V, D].
         w_stride: Elements between two rows of weight.
         cols: [BLOCK_N] vocabulary entries in [0, V).
         depth: D.
-        even_k: Whether D is a multiple of BLOCK_K, so that no load needs a mask.
+        even_k: Whether D is a multiple of BLOCK_K, so that loads need no mask.
         BLOCK_M: Rows of the block.
         BLOCK_N: Vocabulary entries of the block.
-        BLOCK_K: Elements of D that one step reads.
+        BLOCK_K: Elements of D per step.
     """
     k = tl.arange(0, BLOCK_K)
     h_ptrs = h_ptr + rows.to(tl.int64)[:, None] * h_stride + k[None, :]
@@ -139,15 +139,15 @@ def dot_rows(h_ptr, h_stride, rows, w_ptr, w_stride, cols, depth, even_k: tl.con
 
 
 class Head(NamedTuple):
-    """What every launch of a head's kernel reads.
+    """Common inputs of all launches of the head's kernels.
 
     Attributes:
         hidden: [N, D] bf16.
         weight: [V, D] in the dtype of hidden.
         bias: [V] or None.
         targets: [N] int64, ids of the vocabulary.
-        temperature: T of all rows, read where `temperatures` is None; 1 / T once checked.
-        temperatures: [N] T of each row, or None; 1 / T in fp32 once checked.
+        temperature: T of all rows, used if `temperatures` is None; 1 / T after `checked`.
+        temperatures: [N] T of each row, or None; 1 / T in fp32 after `checked`.
         softcap: Cap of the logits, cap tanh(z / cap), or None.
     """
 
@@ -160,7 +160,7 @@ class Head(NamedTuple):
     softcap: float | None
 
     def checked(self) -> "Head":
-        """Check every shape and return the head with contiguous rows, and with 1 / T in place of T."""
+        """Check all shapes, and return the head with contiguous rows, and with 1 / T instead of T."""
         n, (vocab, depth) = len(self.hidden), self.weight.shape
         assert self.hidden.shape == (n, depth) and self.targets.shape == (n,), (self.hidden.shape, self.targets.shape)
         assert self.hidden.dtype == self.weight.dtype, (self.hidden.dtype, self.weight.dtype)
@@ -172,18 +172,18 @@ class Head(NamedTuple):
                     self.targets.contiguous(), 1.0 / self.temperature, inverse, self.softcap)  # fmt: skip
 
     def cut(self, part: slice) -> "Head":
-        """Return the head of some rows of hidden."""
+        """Return the head for some rows of hidden."""
         temperatures = None if self.temperatures is None else self.temperatures[part]
         return self._replace(hidden=self.hidden[part], targets=self.targets[part], temperatures=temperatures)
 
 
 def blocks_of(table: launch.Blocks) -> launch.Blocks:
-    """Return the block sizes of a launch: the given ones, or small ones under the interpreter."""
+    """Return the given block sizes, or small ones under the interpreter."""
     return launch.INTERPRETED if launch.INTERPRET else table
 
 
 def product_options(head: Head, blocks: launch.Blocks) -> dict[str, Any]:
-    """Return the keyword arguments that all kernels with pointer loads take."""
+    """Return the common keyword arguments of all kernels with pointer loads."""
     n, depth = head.hidden.shape
     return {
         "n_rows": n,
@@ -196,17 +196,17 @@ def product_options(head: Head, blocks: launch.Blocks) -> dict[str, Any]:
     }
 
 
-# Row blocks whose tiles run side by side. One wave of programs then computes about 16 x 128 rows by 8 x 256 columns,
-# which reads the fewest bytes of both operands.
+# Adjacent row blocks. One wave of programs then computes about 16 x 128 rows by 8 x 256 columns, which reads the fewest
+# bytes of both operands.
 GROUP_M = 16
-# E's rows are allocated by this many on a GPU: M differs from step to step, and memory that torch's allocator has kept
-# of one step fits the next one where their sizes are the same. A chunk of 8,192 rows has 8 sizes.
+# On a GPU, the rows of E are rounded up to a multiple of this. M changes between steps, and torch's allocator can reuse
+# memory only for equal sizes. A chunk of 8,192 rows has 8 sizes.
 ROWS_HELD = 1024
 
 
 @triton.jit
 def _grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """Return (row block, vocabulary tile) of a tile number, GROUP_M row blocks at a time: a wave shares operands."""
+    """Return (row block, vocabulary tile) of a tile, GROUP_M row blocks at a time, so that a wave shares operands."""
     width = GROUP_M * num_n
     first_m = tile // width * GROUP_M
     group = tl.minimum(num_m - first_m, GROUP_M)
@@ -217,24 +217,24 @@ def _grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
 def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr, bias_ptr, inv_t,
                   inv_t_ptr, cap, SUM: tl.constexpr, ENTROPY: tl.constexpr,
                   BLOCK_N: tl.constexpr):  # fmt: skip
-    """Turn a tile of products into (what is stored, sum_v E, sum_v E x2); the sums leave the target's column out."""
+    """Compute (stored tile, sum_v E, sum_v E x2) from a tile of products; the sums exclude the target's column."""
     first = block_n * BLOCK_N
     row_ok = rows < n_rows
     y = acc
     if bias_ptr is not None:
-        cols = first + tl.arange(0, BLOCK_N)  # made again below, where keeping it would cost registers
+        cols = first + tl.arange(0, BLOCK_N)  # recomputed below, to save registers
         y += tl.load(bias_ptr + cols, mask=cols < vocab, other=0.0).to(tl.float32)[None, :]
     if cap is not None:
         bent = tanh(y * (1.0 / cap))
         y = bent * cap
     scale = row_scale(inv_t, inv_t_ptr, rows, n_rows)
     anchor = tl.load(anchor_ptr + rows, mask=row_ok, other=0.0)
-    # One multiply-add an element. The product of anchor and scale is rounded, which moves x2 of a row by half a unit in
-    # the last place of the anchor: as much as rounding the logit to fp32 does.
+    # One multiply-add per element. The product of anchor and scale is rounded, which shifts x2 of a row by half a unit
+    # in the last place of the anchor, as rounding the logit to fp32 does.
     x2 = tl.fma(y, tl.broadcast_to(scale[:, None], y.shape), tl.broadcast_to((-anchor * scale)[:, None], y.shape))
     target = tl.load(target_ptr + rows, mask=row_ok, other=-1).to(tl.int32)
-    # Columns past V are zeros that the load filled in; they must not count as logits of 0.
-    # One way to the sums then, since two would need more registers than there are. With a mix there are no sums.
+    # Columns past V are zeros filled in by the load, and must not count as logits of 0. There is only one code path for
+    # the sums here, because two would exceed the registers. With a mix there are no sums.
     if (bias_ptr is not None or ENTROPY) and mix_ptr is None:
         cols = first + tl.arange(0, BLOCK_N)
         x2 = tl.where((cols < vocab)[None, :] & (cols[None, :] != target[:, None]), x2, float("-inf"))
@@ -258,7 +258,7 @@ def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, pat
         if ENTROPY:
             entropy = tl.sum(e * tl.maximum(x2, -1e30), axis=1)  # finite, since 0 * -inf would be NaN
     else:
-        # Few tiles hold a target or end past V, and the others need no masks.
+        # Few tiles contain a target or end past V. The others need no masks.
         ends = first + BLOCK_N
         if (tl.max(((target >= first) & (target < ends)).to(tl.int32)) == 0) & (ends <= vocab):
             total = tl.sum(e, axis=1)
@@ -277,7 +277,7 @@ def _linear_exp_fwd_kernel(h_desc, w_desc, e_desc, anchor_ptr, target_ptr, patch
                            inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, PROGRAMS: tl.constexpr,
                            GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_M: tl.constexpr,
                            BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Compute every PROGRAMS-th tile; loads and stores go through tensor descriptors."""
+    """Compute every PROGRAMS-th tile, with loads and stores by tensor descriptors."""
     num_m = tl.cdiv(n_rows, BLOCK_M)
     num_n = tl.cdiv(vocab, BLOCK_N)
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
@@ -298,7 +298,7 @@ def _linear_exp_fwd_kernel(h_desc, w_desc, e_desc, anchor_ptr, target_ptr, patch
 
 @triton.jit
 def _store_sums(total_ptr, entropy_ptr, total, entropy, block_n, rows, n_rows):
-    """Store the row sums of one vocabulary tile, where they are asked for."""
+    """Store the requested row sums of one vocabulary tile."""
     if total_ptr is not None:
         tl.store(total_ptr + block_n.to(tl.int64) * n_rows + rows, total, mask=rows < n_rows)
     if entropy_ptr is not None:
@@ -329,7 +329,7 @@ def _linear_exp_ptr_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride
                                vocab, depth, SPLITS, LOOP: tl.constexpr, GROUP_M: tl.constexpr,
                                EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
                                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Compute one tile, or with LOOP every SPLITS-th tile of a row block; row blocks without a flag return."""
+    """Compute one tile, or with LOOP every SPLITS-th tile of a row block; skip row blocks without a flagged row."""
     block_m, split = _grouped(tl.program_id(0), tl.cdiv(n_rows, BLOCK_M), SPLITS, GROUP_M)
     rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     if flag_ptr is not None:  # noqa: SIM102 - known at compile time, unlike the inner one
@@ -340,7 +340,7 @@ def _linear_exp_ptr_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride
             _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
                       bias_ptr, inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, rows, block_n,
                       EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
-    else:  # the loop costs 40 registers, and at 256 columns it would spill
+    else:  # the loop needs 40 registers, and would spill at 256 columns
         _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
                   bias_ptr, inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, rows, split,
                   EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
@@ -357,8 +357,8 @@ def _anchor_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, c
     target = tl.where(legal, target, 0).to(tl.int32)
     acc = dot_rows(h_ptr, h_stride, tl.minimum(rows, n_rows - 1), w_ptr, w_stride, target, depth, EVEN_K,
                     BLOCK_M, BLOCK_M, BLOCK_K)  # fmt: skip
-    # The diagonal of this product is rounded as the main product is. A gather followed by a dot product is not: its
-    # one-sided error of 1e-4 would go into every log-prob.
+    # The diagonal of this product has the same rounding as the main product. A gather and a dot product would not: its
+    # one-sided error of 1e-4 would enter every log-prob.
     i = tl.arange(0, BLOCK_M)
     y = tl.sum(tl.where(i[:, None] == i[None, :], acc, 0.0), axis=1)
     if bias_ptr is not None:
@@ -369,7 +369,7 @@ def _anchor_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, c
 
 
 def empty_exps(rows: int, vocab: int, like: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialised [rows, vocab] whose pitch is a multiple of 64 elements: bulk copies want 16 bytes."""
+    """Return an uninitialized [rows, vocab] with a pitch of a multiple of 64 elements; bulk copies need 16 bytes."""
     held = rows if like.device.type == "cpu" else -(-rows // ROWS_HELD) * ROWS_HELD
     return torch.empty(held, -(-vocab // 64) * 64, dtype=like.dtype, device=like.device)[:rows, :vocab]
 
@@ -378,7 +378,7 @@ def anchor_fwd(head: Head) -> torch.Tensor:
     """Compute y at the target of each row, the anchor of the anchored forward.
 
     Returns:
-        [N] fp32; NaN where the target is outside of [0, V).
+        [N] fp32; NaN for a target outside [0, V).
     """
     n = len(head.hidden)
     out = torch.empty(n, dtype=torch.float32, device=head.hidden.device)
@@ -391,10 +391,10 @@ def anchor_fwd(head: Head) -> torch.Tensor:
 
 
 def flattens(major: int, has_softcap: bool, has_bias: bool) -> bool:
-    """Return whether the persistent kernel makes one loop of its tiles and of their depth.
+    """Return whether the persistent kernel flattens the loops over its tiles and their depth into one.
 
-    The loads of the next tile are then under way during the epilogue of this one. With a bias that would spill on
-    sm_90, and with a soft-cap on sm_100.
+    The loads of the next tile then overlap the epilogue of this one. This would spill with a bias on sm_90, and with a
+    soft-cap on sm_100.
     """
     return not (has_softcap if major == 10 else has_bias)
 
@@ -409,22 +409,21 @@ def linear_exp_fwd(
     entropy: bool = False,
     flags: torch.Tensor | None = None,
 ) -> list[torch.Tensor | None]:
-    """Write E of the module docstring into `exps`, and return its sums over each vocabulary tile.
+    """Write E of the module docstring to `exps`, and return its sums over each vocabulary tile.
 
     Args:
         head: The checked arguments of the head.
-        anchor: [N] fp32, a of each row.
-        exps: [N, V] with contiguous rows of any pitch, which E is written to; None stores nothing.
-        patch: [N] fp32, what is stored at the target's column in place of its exponential, or None.
-        mix: [2, N] fp32. E is stored times mix[0] + mix[1] x2, which brings in an entropy gradient. None is a factor
-            of 1.
-        sums: Whether sum_v E is returned, the target's column left out.
-        entropy: Whether sum_v E x2 is returned, the target's column left out.
-        flags: [N] fp32 row sums. Only row blocks that hold a flagged row (`flagged`) are computed. None computes
-            all.
+        anchor: [N] fp32, the anchor of each row.
+        exps: [N, V] output for E, with contiguous rows of any pitch, or None.
+        patch: [N] fp32, stored at the target's column instead of its exponential, or None.
+        mix: [2, N] fp32. E is multiplied by mix[0] + mix[1] x2, which adds an entropy gradient. None means a factor of
+            1.
+        sums: Whether to return sum_v E, without the target's column.
+        entropy: Whether to return sum_v E x2, without the target's column.
+        flags: [N] fp32 row sums. Only row blocks with a flagged row (`flagged`) are computed. None computes all.
 
     Returns:
-        The sums and the entropy sums, each [vocabulary tiles, N] fp32, or None where not asked for.
+        The sums and the entropy sums, each [vocabulary tiles, N] fp32, or None if not requested.
     """
     n, vocab = len(head.hidden), head.weight.shape[0]
     major, minor = launch.capability(head.hidden.device)
@@ -494,7 +493,7 @@ def _online_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, i
         e = tl.exp2(x2 - base[:, None])
         shrink = tl.exp2(top - base)
         if entropy_ptr is not None:
-            # The sum is over E (x2 - top): moving the top by delta moves each term by E delta.
+            # The sum is over E (x2 - top): a shift of the top by delta changes each term by E delta.
             moved = entropy + tl.where(total > 0, total * (top - base), 0.0)
             entropy = moved * shrink + tl.sum(e * tl.maximum(x2 - base[:, None], -1e30), axis=1)
         total = total * shrink + tl.sum(e, axis=1)
@@ -507,9 +506,9 @@ def _online_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, i
 
 
 def online_fwd(head: Head, flags: Tensor, entropy: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute the online softmax of every vocabulary split of flagged rows, the target's column left out.
+    """Compute the online softmax of every vocabulary split of flagged rows, without the target's column.
 
-    Only row blocks that hold a flagged row are computed; what the outputs hold of the others is not written.
+    Only row blocks with a flagged row are computed. The outputs of the others are uninitialized.
 
     Returns:
         [splits, N] fp32 each: the maxima of x2, the sums of 2^(x2 - maximum), and the sums of 2^(x2 - maximum) times
@@ -531,15 +530,15 @@ def online_fwd(head: Head, flags: Tensor, entropy: bool = False) -> tuple[Tensor
 
 
 class RowStats(NamedTuple):
-    """What the forward computes for each token. Each field is one row of a [7, N] fp32 tensor.
+    """Results of the forward for each token. Each field is one row of a [7, N] fp32 tensor.
 
     Attributes:
         logp: Log-prob of the target.
         entropy: Entropy of the row's distribution, in nats.
         anchor: a, in the unit of y: E = exp((y - a) / T).
-        slope: What a gradient of logp is multiplied by to give v, -1 / (T sum_v E).
-        patch: The entry of E at the target that the backward reads: minus the sum of E over the other tokens, times
-            the slope of the soft-cap at the target.
+        slope: -1 / (T sum_v E), the factor from a gradient of logp to v.
+        patch: The entry of E at the target for the backward: minus the sum of E over the other tokens, times the slope
+            of the soft-cap at the target.
         mass: exp((y_t - a) / T), times the slope of the soft-cap at the target.
         norm: sum_v E.
     """
@@ -553,7 +552,7 @@ class RowStats(NamedTuple):
     norm: torch.Tensor
 
     def normalized(self) -> "RowStats":
-        """Return the same with the log-sum-exp as the anchor: E is then the probability, and norm is 1."""
+        """Return the stats with the log-sum-exp as the anchor: E is then the probability, and norm is 1."""
         t = -1 / (self.slope * self.norm)
         return RowStats(self.logp, self.entropy, self.anchor + self.norm.log() * t, self.slope * self.norm,
                     self.patch / self.norm, self.mass / self.norm, torch.ones_like(self.norm))  # fmt: skip
@@ -576,7 +575,7 @@ def _reduce_fwd_kernel(tiles_ptr, out_ptr, n_rows, n_tiles, ROWS: tl.constexpr, 
 def _finish_fwd_kernel(out_ptr, target_y_ptr, total_ptr, entropy_ptr, split_max_ptr, split_total_ptr,
                        split_entropy_ptr, target_ptr, e_ptr, e_stride, inv_t, inv_t_ptr, cap, n_rows, n_splits,
                        WITH_ENTROPY: tl.constexpr, ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr):  # fmt: skip
-    """Compute `RowStats` from the sums of each row; the splits of the online softmax count for flagged rows only."""
+    """Compute `RowStats` from the sums of each row; the splits of the online softmax are used for flagged rows only."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ok = rows < n_rows
     scale = row_scale(inv_t, inv_t_ptr, rows, n_rows)
@@ -612,8 +611,8 @@ def _finish_fwd_kernel(out_ptr, target_y_ptr, total_ptr, entropy_ptr, split_max_
     patch = -total * bend
     tl.store(out_ptr + rows, logp, mask=ok)
     tl.store(out_ptr + n_rows + rows, row_entropy, mask=ok)
-    # An anchor that has not moved is handed on bit by bit: the guarded pass rewrites the rows beside a flagged one, and
-    # they must get the same E again.
+    # An unchanged anchor is stored bit-exactly: the guarded pass also rewrites the other rows of a block with a flagged
+    # row, and they must get the same E again.
     tl.store(out_ptr + 2 * n_rows + rows, tl.where(base == c2, c, base / scale), mask=ok)
     tl.store(out_ptr + 3 * n_rows + rows, -scale * LN2 / norm, mask=ok)
     tl.store(out_ptr + 4 * n_rows + rows, patch, mask=ok)
@@ -621,7 +620,7 @@ def _finish_fwd_kernel(out_ptr, target_y_ptr, total_ptr, entropy_ptr, split_max_
     tl.store(out_ptr + 6 * n_rows + rows, norm, mask=ok)
     if e_ptr is not None:
         target = tl.load(target_ptr + rows, mask=ok, other=-1)
-        # c is NaN for a target outside of [0, V), and a negative target lies on another rank.
+        # c is NaN for a target outside [0, V), and a negative target is on another rank.
         legal = ok & (c == c) & (target >= 0)
         tl.store(e_ptr + rows.to(tl.int64) * e_stride + target, patch.to(e_ptr.dtype.element_ty), mask=legal)
 
@@ -629,16 +628,13 @@ def _finish_fwd_kernel(out_ptr, target_y_ptr, total_ptr, entropy_ptr, split_max_
 @triton.jit(**ROWS_VARY)
 def _entropy_bwd_kernel(e_ptr, e_stride, out_ptr, out_stride, target_ptr, patch_ptr, g_ptr, h_ptr, norm_ptr,
                         entropy_ptr, vocab, BLOCK: tl.constexpr):  # fmt: skip
-    """Turn E into E (g + h (log p + H)) with log p = ln E - ln norm, and take the target's entry from patch.
-
-    out may be E itself.
-    """
+    """Write E (g + h (log p + H)) with log p = ln E - ln norm, and patch the target's entry. out may be E itself."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     h = tl.load(h_ptr + row)
     constant = tl.load(g_ptr + row) + h * (tl.load(entropy_ptr + row) - tl.log(tl.load(norm_ptr + row)))
     e = tl.load(e_ptr + row * e_stride + cols, mask=cols < vocab, other=0.0).to(tl.float32)
-    # Below 1.1755e-38, the least normal number of fp32, Triton would type the constant as fp64.
+    # Triton would type a constant below 1.1755e-38, the least normal fp32 number, as fp64.
     x = tl.where(e == 0, 0.0, e * (constant + h * tl.log(tl.maximum(e, 1.2e-38))))
     x = tl.where(cols == tl.load(target_ptr + row), tl.load(patch_ptr + row), x)
     tl.store(out_ptr + row * out_stride + cols, x.to(out_ptr.dtype.element_ty), mask=cols < vocab)
@@ -665,10 +661,10 @@ def finish_fwd(
     head: Head, target_y: Tensor, total: Tensor, entropy: Tensor | None,
     splits: tuple[Tensor, Tensor, Tensor | None], exps: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Compute what the loss and the backward need for each row, and patch E [N, V] at the targets, where it is given.
+    """Compute `RowStats` of each row, and patch E [N, V] at the targets, if it is given.
 
-    `total` and `entropy` [N] are the sums of E and of E x2 over the tokens other than the target, with the target as
-    the anchor. `splits` is what `online_fwd` returned, which counts for flagged rows.
+    `total` and `entropy` [N] are the sums of E and of E x2 over all tokens except the target, with the target as the
+    anchor. `splits` is the result of `online_fwd`, used for flagged rows.
 
     Returns:
         [7, N] fp32, see `RowStats`.
@@ -685,7 +681,7 @@ def finish_fwd(
 
 @launch.operator("fastgrpo::head_entropy_bwd", mutates_args=("out",))
 def head_entropy_bwd(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h: Tensor, out: Tensor) -> None:
-    """Bring the gradients of log-prob and entropy into anchored exponentials; v is then the slope of `rows` only.
+    """Multiply the gradients of log-prob and entropy into anchored exponentials; v is then the slope of `rows`.
 
         out_v = E_v (g + h (log p_v + H)),   v != target
 
@@ -695,7 +691,7 @@ def head_entropy_bwd(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h: 
         rows: [7, N] fp32, `RowStats` of the forward.
         g: [N] fp32, gradient of the log-probs.
         h: [N] fp32, gradient of the entropies.
-        out: [N, V], which is written: `exps` itself or another tensor.
+        out: [N, V] output: `exps` itself or another tensor.
     """
     stats = RowStats(*rows.unbind(0))
     patch = g * stats.patch + h * stats.mass * (stats.logp + stats.entropy)
@@ -711,17 +707,17 @@ def head_products(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, dh: T
                   dbias: Tensor | None, start: int, group: str | None) -> None:  # fmt: skip
     """Compute the gradients of one chunk from its E: write its rows of dH, and add its part to dW and dbias.
 
-    The first chunk, which starts at row 0, overwrites dW and dbias, so that they need not be zeroed before.
+    The first chunk, which starts at row 0, overwrites dW and dbias, so that they need not be zeroed.
 
     Args:
         exps: [n, V] E of the chunk.
         v: [n] fp32.
         hidden: [n, D].
         weight: [V, D] in the dtype of hidden.
-        dh: [M, D], in which rows `start` to `start` + n are written, or None.
-        dw: [V, D] fp32, or None. The only chunk may write it in the dtype of the weight.
+        dh: [M, D] output for rows `start` to `start` + n, or None.
+        dw: [V, D] fp32, or in the dtype of the weight if there is only one chunk, or None.
         dbias: [V] fp32, or None.
-        start: The chunk's first row among all.
+        start: Index of the chunk's first row.
         group: Name of the process group of a sharded weight, over which dH is summed, or None.
     """
     first = start == 0
@@ -743,10 +739,10 @@ def head_products(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, dh: T
 def empty_gradients(
     rows: int, weight: Tensor, needs: Sequence[bool], scaled: bool = False
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return dH [rows, D], dW [V, D] and dbias [V] to be written, None where not needed.
+    """Allocate dH [rows, D], dW [V, D] and dbias [V], None if not needed.
 
-    They are fp32 where they are `scaled` later: rounding both before and after a factor would lose precision. Otherwise
-    dH has the dtype of hidden, and dW that of the weight's gradient.
+    They are fp32 if they are `scaled` later, because rounding before and after a factor would lose precision. Otherwise
+    dH has the dtype of hidden, and dW the dtype of the weight's gradient.
     """
     dtypes = (torch.float32, torch.float32) if scaled else (weight.dtype, grad_dtype(weight))
     shapes = ((rows, weight.shape[1]), weight.shape, weight.shape[:1])
@@ -757,8 +753,8 @@ def empty_gradients(
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype in which a parameter wants its gradient: a bf16 weight may ask for fp32 (from torch 2.10 on)."""
-    # The attribute cannot be traced, and only leaves have it.
+    """Return the dtype of a parameter's gradient, which may be fp32 for a bf16 weight (from torch 2.10)."""
+    # The attribute grad_dtype cannot be traced, and only leaves have it.
     if torch.compiler.is_compiling() or not parameter.is_leaf:
         return parameter.dtype
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
@@ -772,17 +768,17 @@ def chunk_slices(total: int, size: int) -> list[slice]:
 
 
 def rows_fwd(head: Head, exps: Tensor | None = None, entropy: bool = False, group: str | None = None) -> Tensor:
-    """Compute what the loss and the backward need for each row, and fill E [N, V], where it is given.
+    """Compute `RowStats` of each row, and fill E [N, V], if it is given.
 
     Returns:
         [7, N] fp32, see `RowStats`.
     """
     target_y = anchor_fwd(head)
-    if group is not None:  # c comes from the rank that has the target; for a target that no rank has, all give NaN
+    if group is not None:  # c comes from the rank with the target; if no rank has it, the result is NaN
         target_y = all_reduce_(torch.where(head.targets == ELSEWHERE, 0.0, target_y), group)
     sums = linear_exp_fwd(head, target_y, exps, entropy=entropy)
     total, entropy_sum = (None if tiles is None else all_reduce_(reduce_fwd(tiles), group) for tiles in sums)
-    # Both guarded passes are always launched, so that nothing waits for the flags; a program without a flag returns.
+    # Both guarded passes are always launched, to avoid a sync; programs without a flagged row return.
     splits = online_fwd(head, total, entropy)
     if group is not None:
         splits = merge_ranks(splits, group)
@@ -794,7 +790,7 @@ def rows_fwd(head: Head, exps: Tensor | None = None, entropy: bool = False, grou
 
 
 def merge_ranks(splits: tuple[Tensor, Tensor, Tensor | None], group: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Merge the online softmax over the splits of every rank into one split, equal on all ranks.
+    """Merge the online softmax over the splits of all ranks into one split, equal on all ranks.
 
     Args:
         splits: Maxima, sums and entropy sums (or None), [splits, N] each, as `online_fwd` returns them.
@@ -805,7 +801,7 @@ def merge_ranks(splits: tuple[Tensor, Tensor, Tensor | None], group: str) -> tup
     """
     tops, totals, entropies = splits
     top = all_reduce_(tops.amax(0, keepdim=True), group, torch.distributed.ReduceOp.MAX)
-    moved = torch.where(totals > 0, tops - top, 0.0)  # -inf - -inf would be NaN, where a split holds the target alone
+    moved = torch.where(totals > 0, tops - top, 0.0)  # -inf - -inf would be NaN for a split with only the target
     shrink = moved.exp2()
     total = all_reduce_((totals * shrink).sum(0, keepdim=True), group)
     if entropies is None:
@@ -815,9 +811,9 @@ def merge_ranks(splits: tuple[Tensor, Tensor, Tensor | None], group: str) -> tup
 
 
 def recompute_exps(head: Head, rows: RowStats, g: Tensor, h: Tensor | None, exps: Tensor) -> Tensor:
-    """Fill E [N, V] from the log-sum-exp: the fourth product. Returns v [N], with which dz = v E.
+    """Recompute E [N, V] from the log-sum-exp: the fourth product. Return v [N], with dz = v E.
 
-    g [N] is the gradient of the log-probs, h [N] that of the entropies, or None. With h, E has both gradients in it.
+    g [N] is the gradient of the log-probs, h [N] the gradient of the entropies, or None. With h, E includes both.
     """
     rows = rows.normalized()
     if h is None:
@@ -833,23 +829,23 @@ def recompute_exps(head: Head, rows: RowStats, g: Tensor, h: Tensor | None, exps
 def linear_logprob_fwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
                        temperatures: Tensor | None, softcap: float | None, keep: bool, entropy: bool,
                        chunk_rows: int, group: str | None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute log-probs, entropy and what the backward needs; without `keep` by chunks, at the cost of one product.
+    """Compute the stats of each row and, with `keep`, E for the backward; without `keep`, in chunks.
 
     Args:
         hidden: [N, D] bf16.
         weight: [V, D] in the dtype of hidden.
         bias: [V] or None.
         targets: [N] int64.
-        temperature: T of all rows, read where `temperatures` is None.
+        temperature: T of all rows, used if `temperatures` is None.
         temperatures: [N] T of each row, or None.
         softcap: Cap of the logits, or None.
-        keep: Whether E is kept for the backward.
-        entropy: Whether the entropy is computed.
-        chunk_rows: The most rows of a chunk.
+        keep: Whether to keep E for the backward.
+        entropy: Whether to compute the entropy.
+        chunk_rows: Maximum rows of a chunk.
         group: Name of the process group of a sharded weight, or None.
 
     Returns:
-        `RowStats` as [7, N] fp32; and E, [N, V] where it is kept, else [0, V].
+        `RowStats` as [7, N] fp32; and E, [N, V] if it is kept, else [0, V].
     """
     n, vocab = len(hidden), weight.shape[0]
     with no_autocast(hidden):
@@ -874,10 +870,10 @@ def linear_logprob_bwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
                        temperatures: Tensor | None, softcap: float | None, rows: Tensor, g: Tensor,
                        h: Tensor | None, dh: Tensor | None, dw: Tensor | None, dbias: Tensor | None, chunk_rows: int,
                        group: str | None) -> None:  # fmt: skip
-    """Recompute E by chunks and write the gradients that follow from it.
+    """Recompute E in chunks, and write the gradients.
 
-    The arguments up to `softcap` are those of `linear_logprob_fwd`, which returned `rows`. g [N] and h [N] or None are
-    the gradients of log-probs and entropies, fp32. `empty_gradients` makes dh, dw and dbias.
+    For the arguments up to `softcap` see `linear_logprob_fwd`, which returned `rows`. g [N] and h [N] (or None) are
+    the fp32 gradients of log-probs and entropies. `empty_gradients` allocates dh, dw and dbias.
     """
     slices = chunk_slices(len(hidden), chunk_rows)
     total = dw if dw is None or len(slices) == 1 else torch.empty_like(dw, dtype=torch.float32)
@@ -895,16 +891,16 @@ def linear_logprob_bwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
 
 
 class LinearLogprob(torch.autograd.Function):
-    """Log-probs [N] and entropy [N], fp32, with gradients of hidden, weight and bias.
+    """Log-probs [N] and entropy [N], fp32, differentiable by hidden, weight and bias.
 
-    `needs` says which of the three need a gradient, because ctx.needs_input_grad stays True under no_grad.
+    `needs` flags which of the three need a gradient, because ctx.needs_input_grad stays True under no_grad.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, temperatures, softcap, needs, return_entropy,
                 chunk_rows, group, sum_hidden_grad):  # fmt: skip
         ctx.set_materialize_grads(False)
-        # Under a soft-cap its slope is in E, and an entropy gradient could not read log p back from that.
+        # Under a soft-cap, E includes its slope, so an entropy gradient cannot recover log p from E.
         keep = any(needs) and len(hidden) <= chunk_rows and not (return_entropy and softcap is not None)
         rows, exps = linear_logprob_fwd(hidden, weight, bias, targets, temperature, temperatures, softcap, keep,
                                         return_entropy, chunk_rows, group)  # fmt: skip
@@ -951,16 +947,16 @@ def linear_logprob(
     Args:
         hidden: [N, D] bf16.
         weight: [V, D] in the dtype of hidden.
-        targets: [N] int64 in [0, V), or as `Vocabulary.located` gives them where the weight is sharded. A bad target
-            gives NaN in its row.
+        targets: [N] int64 in [0, V), or from `Vocabulary.located` if the weight is sharded. An invalid target gives
+            NaN in its row.
         bias: [V] or None.
         temperature: A float, or [N].
         softcap: Cap of the logits, or None.
-        return_entropy: Whether the entropy is computed.
+        return_entropy: Whether to compute the entropy.
         group: Name of the process group of a sharded weight, or None.
-        sum_hidden_grad: Whether the gradient of hidden is summed over the group. Otherwise each rank gets its shard's
-            part.
-        chunk_rows: The most rows of hidden whose exponentials are held at once.
+        sum_hidden_grad: Whether to sum the gradient of hidden over the group. If not, each rank gets the part of its
+            shard.
+        chunk_rows: Maximum rows of exponentials in memory.
 
     Returns:
         logps [N] fp32, and the entropy [N] fp32 in nats, or None.
@@ -978,7 +974,7 @@ def linear_logprob(
 class LinearGRPO(torch.autograd.Function):
     """Returns the loss, an fp32 scalar, and a dict of [M] values: logps, metrics, and on request the entropy.
 
-    Only the loss is differentiable. `needs` says which of hidden, weight and bias need a gradient, because
+    Only the loss is differentiable. `needs` flags which of hidden, weight and bias need a gradient, because
     ctx.needs_input_grad stays True under no_grad.
     """
 
@@ -1030,7 +1026,7 @@ class LinearGRPO(torch.autograd.Function):
                     v = stats[3]
             if sums is not None:
                 head_products(exps, v, h, weight, *sums, part.start, group)
-                exps = None  # freed before the next chunk allocates its own: one chunk of exponentials at a time
+                exps = None  # free before the next chunk allocates its own
             outputs.append(
                 {"loss": loss, "logps": stats[0], **({"entropy": stats[1]} if with_entropy else {}), **metrics}
             )  # fmt: skip
@@ -1051,9 +1047,9 @@ class LinearGRPO(torch.autograd.Function):
         if grad_loss is None:
             return (None,) * 10
         needs, t, softcap, chunk_rows, group, shape = ctx.options
-        saved = ctx.saved_tensors  # read once: a checkpointed region hands them out once
+        saved = ctx.saved_tensors  # read only once, because a checkpointed region provides them only once
         if ctx.form == "many":
-            # Out of place: the saved sums may be asked for again (retain_graph). One pass each: scaled and rounded.
+            # Out of place, because the saved sums may be needed again (retain_graph). One pass scales and rounds.
             index, *sums = saved
             dh, dw, db = (
                 None if x is None else torch.mul(x, grad_loss, out=torch.empty_like(x, dtype=dtype))
@@ -1107,10 +1103,10 @@ def linear_grpo_loss(
         bias: [V] or None.
         rows: The M kept tokens; e_n are its entropy weights.
         objective: An Objective.
-        return_entropy: Whether the entropy is returned.
+        return_entropy: Whether to return the entropy.
         softcap: Cap of the logits, or None.
-        group: Name of the process group of a sharded weight, with targets as `Vocabulary.located` gives them, or None.
-        chunk_rows: The most tokens whose exponentials are held at once.
+        group: Name of the process group of a sharded weight, with targets from `Vocabulary.located`, or None.
+        chunk_rows: Maximum tokens of exponentials in memory.
 
     Returns:
         The loss, a scalar; and log-probs and metrics by name, [M] each, with the entropy on request.

@@ -1,17 +1,16 @@
-"""The head's loss and log-probs without Triton: the results of reference.py, in memory bounded by one chunk of rows.
+"""The head's loss and log-probs without Triton: the results of reference.py, in the memory of one chunk of rows.
 
 Shapes: N rows (one a token), M <= N kept rows, V vocabulary, D hidden, S sequences. Three matrix products in all:
 
     z = (H W^T + b) / T,   logp = z_t - logsumexp(z),   g = dloss/dlogp,
     dz = g (onehot_t - softmax(z)) / T,   dH = dz W,   dW = dz^T H
 
-A GRPO gradient is separable by row: g is known as soon as logp is, so dz is formed in place of the logits, in the
-forward. Where one chunk holds all rows, the forward keeps dz and the backward runs the last two products, so that
-nothing is wasted inside a checkpointed region. With several chunks the forward runs them chunk by chunk and keeps dH
-and dW. The KL of the full distributions (`full_kl`) takes one product more, of the reference's states with its head,
-and adds its own part to dz. With a tolerance, the last two products run over fewer columns (`Bounded`). A weight whose
-rows are sharded over processes (vocabulary-parallel) adds all-reduces of per-row values (`softmax_`) and of dH; dW and
-dbias stay with their shard.
+A GRPO gradient is separable by row: g follows from logp, so the forward overwrites the logits with dz. If one chunk
+holds all rows, the forward keeps dz and the backward runs the last two products, so that nothing is wasted inside a
+checkpointed region. With several chunks, the forward runs these products per chunk and keeps dH and dW. The KL of the
+full distributions (`full_kl`) needs one more product, of the reference's states with its head, and adds its part to dz.
+With a tolerance, the last two products use fewer columns (`Bounded`). A weight whose rows are sharded over processes
+(vocabulary-parallel) adds all-reduces of per-row values (`softmax_`) and of dH; dW and dbias stay sharded.
 """
 
 from collections.abc import Iterator
@@ -23,18 +22,18 @@ import torch.distributed as dist
 from fastgrpo.kernels.objectives import compute_dtype, cut, first_order, no_autocast, policy_loss_fwd, policy_parts
 
 CAST_ROWS = 8192  # rows of a 16-bit weight cast to fp32 at a time on a GPU
-CAST_BYTES = 2 * 2**20  # fp32 bytes cast at a time on a CPU, whose cache holds them until the product has read them
+CAST_BYTES = 2 * 2**20  # fp32 bytes cast at a time on a CPU; they stay in its cache until the product reads them
 
 
 def mm_fp32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiply with fp32 output, whatever the dtype of the operands.
+    """Multiply with fp32 output for any dtype of the operands.
 
-    The CPU, on which the interpreted tests run, has no such product of 16-bit operands: there they are cast.
+    A CPU, as in the interpreted tests, has no such product for 16-bit operands, so they are cast.
 
     Args:
         a: [n, k].
         b: [k, m].
-        out: [n, m] fp32 that is written, or None for a new tensor.
+        out: [n, m] fp32 output, or None for a new tensor.
 
     Returns:
         [n, m] fp32.
@@ -47,14 +46,10 @@ def mm_fp32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -
 
 
 def weight_blocks(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Cut a weight into blocks of rows in another dtype, or leave it whole where it has that dtype.
+    """Yield a weight in blocks of rows cast to a dtype, or as one block if it has that dtype.
 
-    A whole copy would take twice the memory of a 16-bit weight. On a CPU it would also be written to memory and read
-    back, which takes several times as long as the product of the few rows of a decode step.
-
-    Args:
-        weight: [V, D].
-        dtype: The dtype of the blocks.
+    A full copy would take twice the memory of a 16-bit weight. On a CPU it would also be written to memory and read
+    back, which takes several times as long as the product with the few rows of a decode step.
     """
     step = max(1, CAST_BYTES // (4 * weight.shape[1])) if weight.device.type == "cpu" else CAST_ROWS
     step = len(weight) if weight.dtype == dtype else step
@@ -63,7 +58,7 @@ def weight_blocks(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[sl
 
 
 def linear_fp32(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute states @ weight.T with fp32 output, on a CPU too, whose 16-bit products round their output to 16 bits.
+    """Compute states @ weight.T with fp32 output, also on a CPU, where 16-bit products have 16-bit output.
 
     Args:
         states: [n, D], 16-bit, fp32 or fp64.
@@ -84,7 +79,7 @@ def linear_fp32(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def add_mm_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Add a product to an fp32 sum, total += a @ b; on a GPU without a second tensor of its size.
+    """Compute total += a @ b in fp32; on a GPU without a second tensor of this size.
 
     Args:
         total: [n, m] fp32, changed in place.
@@ -101,7 +96,7 @@ def add_mm_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tens
 def hidden_product(
     exps: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, group: str | None = None
 ) -> torch.Tensor:
-    """Write dH = v (E W): an fp32 product, scaled, summed over the ranks of the group, and rounded once.
+    """Write dH = v (E W) in fp32, summed over the ranks of the group, and rounded once.
 
     Args:
         exps: E [n, V].
@@ -119,9 +114,9 @@ def hidden_product(
 def add_weight_product_(
     total: torch.Tensor, exps: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, first: bool
 ) -> torch.Tensor:
-    """Add a chunk to dW [V, D] fp32: total += E^T (v H). The first one overwrites it, so that it need not be zeroed.
+    """Add a chunk to dW [V, D] fp32: total += E^T (v H). The first chunk overwrites it, so that it need not be zeroed.
 
-    A first chunk that is the only one may be written in the dtype of E.
+    If there is only one chunk, it may be written in the dtype of E.
     """
     scaled = torch.mul(hidden, v[:, None], out=torch.empty_like(hidden))
     if not first:
@@ -141,12 +136,12 @@ def bias_product(exps: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     Returns:
         dbias [V] fp32.
     """
-    # v is scaled to a largest entry of 1, which no dtype loses
+    # v is scaled to a largest entry of 1, which does not underflow in any dtype
     factor = v.abs().amax().clamp(min=1e-30)
     return mm_fp32(exps.T, (v / factor).to(exps.dtype)[:, None])[:, 0] * factor
 
 
-# These stand for a target's id within the shard where another rank holds the target, and where no rank does.
+# Replace a target's id within the shard if another rank holds the target, or if no rank does.
 ELSEWHERE, NOWHERE = -1, -2
 
 
@@ -157,8 +152,8 @@ def all_reduce_(
 
     Args:
         values: A tensor of the same shape on every rank.
-        group: The process group, or its name where an operator of torch.library cannot be handed the group itself.
-            None means that there is one process: nothing happens.
+        group: The process group; or its name, for operators of torch.library, which cannot take a group; or None for
+            one process, which does nothing.
         op: The reduction.
     """
     if group is not None:
@@ -168,15 +163,15 @@ def all_reduce_(
 
 
 class Vocabulary(NamedTuple):
-    """The part of the vocabulary that this process holds.
+    """The shard of the vocabulary on this process.
 
-    Targets are ids of the whole vocabulary, and values for each row are equal on all ranks.
+    Targets are ids of the full vocabulary, and per-row values are equal on all ranks.
 
     Attributes:
-        first: Id of the first entry here.
-        total: Entries over all ranks.
-        largest: Entries of the largest shard.
-        group: The process group over which the shards lie, in rank order. None where this process holds all entries.
+        first: Id of the first entry of the shard.
+        total: Number of entries over all ranks.
+        largest: Number of entries of the largest shard.
+        group: The process group of the shards, in rank order. None if this process has all entries.
     """
 
     first: int
@@ -186,12 +181,7 @@ class Vocabulary(NamedTuple):
 
     @classmethod
     def of(cls, weight: torch.Tensor, group: dist.ProcessGroup | None) -> "Vocabulary":
-        """Find the part that a rank holds. The ranks exchange the sizes of their shards, and the host waits for them.
-
-        Args:
-            weight: [V, D], the shard of this rank.
-            group: The process group, or None.
-        """
+        """Return the shard of this rank, from its weight [V, D]. The ranks exchange their sizes, which is a sync."""
         if group is None:
             if not weight.shape[0]:
                 raise ValueError("weight must hold at least one row, got none")
@@ -205,40 +195,32 @@ class Vocabulary(NamedTuple):
         return cls(sum(sizes[: dist.get_rank(group)]), sum(sizes), max(sizes), group)
 
     def sum_(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, in place.
-
-        Args:
-            values: A tensor of the same shape on every rank.
-        """
+        """Sum a tensor of the same shape on every rank over the ranks, in place."""
         return all_reduce_(values, self.group)
 
     def max_(self, values: torch.Tensor) -> torch.Tensor:
-        """Take the maximum over the ranks, in place.
-
-        Args:
-            values: A tensor of the same shape on every rank.
-        """
+        """Reduce a tensor of the same shape on every rank to the maximum over the ranks, in place."""
         return all_reduce_(values, self.group, dist.ReduceOp.MAX)
 
     def local(self, targets: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turn ids of the whole vocabulary into ids within this shard.
+        """Convert ids of the full vocabulary to ids within this shard.
 
         Args:
-            targets: [n] int64 ids of the whole.
-            size: Entries of this shard.
+            targets: [n] int64 ids of the full vocabulary.
+            size: Number of entries of this shard.
 
         Returns:
-            Ids within the shard [n] int64 (clamped to it), and whether this rank holds them [n] bool.
+            Ids within the shard [n] int64 (clamped to it), and whether this rank has them [n] bool.
         """
         local = targets - self.first
         return local.clamp(0, size - 1), (local >= 0) & (local < size)
 
     def located(self, targets: torch.Tensor, size: int) -> tuple[torch.Tensor, str | None]:
-        """Translate targets and group for operators of torch.library, which cannot be handed a group.
+        """Convert targets to ids within the shard, and the group to its name, for operators of torch.library.
 
         Args:
-            targets: [n] int64 ids of the whole.
-            size: Entries of this shard.
+            targets: [n] int64 ids of the full vocabulary.
+            size: Number of entries of this shard.
         """
         if self.group is None:
             return targets, None
@@ -250,17 +232,17 @@ class Vocabulary(NamedTuple):
 def softmax_(
     z: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary, return_entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Turn logits into their softmax in place, and compute log-probs and entropy.
+    """Compute the softmax in place, and log-probs and entropy.
 
         logp = z_t - log sum_v e^z_v,   H = -sum_v p_v log p_v
 
-    A sharded vocabulary all-reduces the maxima, then the logits of the targets (the owner's, 0 elsewhere) together with
-    the sums, then the sums of the entropy.
+    For a sharded vocabulary, the maxima are all-reduced, then the logits of the targets (0 on other ranks) together
+    with the sums, then the sums of the entropy.
 
     Args:
-        z: [n, V] logits divided by the temperature. They become the probabilities.
-        targets: [n] int64 ids of the whole vocabulary.
-        vocabulary: Which part of it `z` covers.
+        z: [n, V] logits divided by the temperature, overwritten with the probabilities.
+        targets: [n] int64 ids of the full vocabulary.
+        vocabulary: The shard of `z`.
         return_entropy: Whether to compute the entropy too.
 
     Returns:
@@ -270,7 +252,7 @@ def softmax_(
     local, mine = vocabulary.local(targets, z.shape[-1])
     shifted_target = torch.where(mine, z.gather(-1, local[:, None])[:, 0] - top, 0.0)
     if z.is_cpu and vocabulary.group is None:
-        # One pass over each row while it is in the cache. The largest probability is e^0 over the sum.
+        # One pass over each row in the cache. The largest probability is e^0 over the sum.
         torch.softmax(z, -1, out=z)
         log_total = -z.amax(-1).log()
     else:
@@ -287,14 +269,14 @@ def logit_gradient_(
     probs: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary, g: torch.Tensor,
     entropy: torch.Tensor | None = None, h: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Turn probabilities into the gradient by the logits, in place.
+    """Compute the gradient by the logits, in place of the probabilities.
 
         dz = g dlogp/dz + h dH/dz,   dlogp/dz = onehot_t - p,   dH/dz = -p (log p + H)
 
     Args:
-        probs: [n, V] probabilities. They become dz.
-        targets: [n] int64 ids of the whole vocabulary.
-        vocabulary: Which part of it `probs` covers.
+        probs: [n, V] probabilities, overwritten with dz.
+        targets: [n] int64 ids of the full vocabulary.
+        vocabulary: The shard of `probs`.
         g: [n] gradient of the log-prob.
         entropy: [n] entropy H in nats, needed with `h`.
         h: [n] gradient of the entropy, or None.
@@ -310,7 +292,7 @@ def logit_gradient_(
 
 
 class ReferenceHead(NamedTuple):
-    """What gives the reference's logits, which have the policy's soft-cap and temperature. Nothing carries gradient.
+    """The reference's states and head. Its logits get the policy's soft-cap and temperature. No field carries gradient.
 
     Attributes:
         hidden: [N, R], the reference's state at each token of the batch.
@@ -326,46 +308,45 @@ class ReferenceHead(NamedTuple):
 def full_kl(probs: torch.Tensor, ref_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute KL(p || q) of each row.
 
-    A token that the policy rules out adds 0 (0 log 0), also where the reference rules it out too. One that the
-    reference alone rules out makes the KL infinite.
+    A token with p = 0 adds 0 (0 log 0), even if q = 0. A token with q = 0 and p > 0 makes the KL infinite.
 
     Args:
         probs: [n, V] the policy's probabilities p.
-        ref_logits: [n, V] the reference's logits divided by the temperature. They become d.
+        ref_logits: [n, V] the reference's logits divided by the temperature, overwritten with d.
 
     Returns:
         KL [n] in nats, and d [n, V], 0 where p is 0.
     """
-    ref_logits -= ref_logits.logsumexp(-1, keepdim=True)  # log q: in logarithms, since q itself may underflow
+    ref_logits -= ref_logits.logsumexp(-1, keepdim=True)  # log q, because q itself may underflow
     log_ratio = ref_logits.neg_().add_(probs.log()).masked_fill_(probs == 0, 0)  # d = log p - log q
     return (probs * log_ratio).sum(-1), log_ratio  # KL = sum_v p_v d_v
 
 
 def full_kl_gradient_(probs: torch.Tensor, log_ratio: torch.Tensor, kl: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """Turn d into the gradient by the policy's logits z, in place.
+    """Compute the gradient by the policy's logits z, in place of d.
 
     Args:
         probs: [n, V] the policy's probabilities p.
-        log_ratio: [n, V] d. It becomes g p (d - KL).
+        log_ratio: [n, V] d, overwritten with g p (d - KL).
         kl: [n] KL of each row.
         g: [n] gradient of the KL.
     """
     return log_ratio.sub_(kl[:, None]).mul_(probs).mul_(g.to(probs.dtype)[:, None])  # g dKL/dz = g p (d - KL)
 
 
-GROUPS = 32  # the columns are first left out in this many groups, then one by one within the group that holds the bound
-MOST_KEPT = 0.9  # where more of the columns stay, the products over all of them are as fast
-ROUNDING = 1 - 2**-10  # of tau, so that sums rounded to fp32 do not exceed it
+GROUPS = 32  # columns are dropped in this many groups, then one by one within the group that reaches the bound
+MOST_KEPT = 0.9  # if a larger share of the columns is kept, products over all columns are as fast
+ROUNDING = 1 - 2**-10  # factor of tau, so that sums rounded to fp32 do not exceed it
 
 
 class Bounded(NamedTuple):
-    """The gradient of a chunk by its logits, over the columns that it keeps.
+    """The gradient of a chunk by its logits, over the kept columns.
 
     Attributes:
-        dz: [n, K] in the order of `columns`; None where too many columns stay, and the exact path is to be taken.
-        columns: [K] int64, rising.
-        kept: Scalar, the share of the vocabulary that is kept, over all ranks.
-        dropped: [n] the mass that was left out of each row, as a share of m_n; at most tau.
+        dz: [n, K] in the order of `columns`; None if too many columns are kept, and the exact path must be used.
+        columns: [K] int64, increasing.
+        kept: Scalar, the kept share of the vocabulary, over all ranks.
+        dropped: [n] the dropped mass of each row, as a share of m_n = 1 - p_nt; at most tau.
     """
 
     dz: torch.Tensor | None
@@ -378,14 +359,14 @@ def bounded_gradient(
     probs: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary, g: torch.Tensor, tolerance: float,
     bend: torch.Tensor | None = None,
 ) -> Bounded:  # fmt: skip
-    """Form the gradient of a chunk by its logits over the columns that matter.
+    """Compute the gradient of a chunk by its logits, over the columns that matter.
 
-    The number of columns decides shapes, so that on a GPU the host waits for it, once a chunk.
+    The number of columns determines shapes, which costs one sync per chunk on a GPU.
 
     Args:
-        probs: [n, V] probabilities; they stay as they are.
-        targets: [n] int64 ids of the whole vocabulary.
-        vocabulary: Which part of it `probs` covers.
+        probs: [n, V] probabilities, not changed.
+        targets: [n] int64 ids of the full vocabulary.
+        vocabulary: The shard of `probs`.
         g: [n] gradient of the log-prob, divided by the temperature.
         tolerance: tau, above 0.
         bend: [n, V] slope of the soft-cap, or None.
@@ -416,17 +397,17 @@ def bounded_gradient(
 
 
 def _order(probs, local, mine, weights):
-    """Sort the columns by what they contribute, targets last. Returns them, and how many are no target's."""
+    """Sort the columns by their contribution, targets last. Return them, and the number of columns without target."""
     score = weights @ probs
     score.scatter_reduce_(0, local, torch.where(mine, torch.inf, 0).to(score), "amax")
     return score.argsort(stable=True), (score < torch.inf).sum()
 
 
 def _longest(probs, order, free, limit):
-    """Find how many columns at the beginning of `order` have no more mass than `limit` [n] in any row.
+    """Return the longest prefix of `order` whose mass is at most `limit` [n] in every row.
 
     Returns:
-        Their number, at most `free`, and their mass in each row [n].
+        Its length, at most `free`, and its mass in each row [n].
     """
     size, step = len(order), -(-len(order) // GROUPS)
     members = probs.new_zeros(size, GROUPS)
@@ -441,17 +422,13 @@ def _longest(probs, order, free, limit):
     return whole * step + further, rising[:, further - 1] if further else masses[:, whole]
 
 
-CHUNK_BYTES = 64 * 2**20  # bytes of one chunk's fp32 logits: enough for full-speed products, little beside a model
+CHUNK_BYTES = 64 * 2**20  # bytes of one chunk's fp32 logits: enough for full-speed products, small beside a model
 MIN_CHUNK_ROWS = 128
-GATHERED_ROWS = 2048  # rows of a weight gathered at a time, where not all of them are multiplied
+GATHERED_ROWS = 2048  # rows of a weight gathered at a time for products over some columns
 
 
 def chunk_rows(vocab_size: int) -> int:
-    """Choose how many rows a chunk has.
-
-    Returns:
-        Rows whose fp32 logits fill CHUNK_BYTES, and at least MIN_CHUNK_ROWS.
-    """
+    """Return the number of rows of a chunk: its fp32 logits fill CHUNK_BYTES, and at least MIN_CHUNK_ROWS."""
     return max(MIN_CHUNK_ROWS, CHUNK_BYTES // (4 * vocab_size))
 
 
@@ -461,9 +438,9 @@ def row_slices(total: int, size: int) -> list[slice]:
 
 
 def _room(slices, weight, dtype):
-    """Make room for the logits of any of the chunks.
+    """Allocate memory for the logits of the largest chunk, which all chunks share.
 
-    They all use it, because fresh memory costs the system's time, on a CPU a tenth of the product that fills it.
+    On a CPU, new memory for each chunk would take a tenth of the time of the product that fills it.
     """
     return torch.empty(max(part.stop - part.start for part in slices), len(weight), dtype=dtype, device=weight.device)
 
@@ -471,7 +448,7 @@ def _room(slices, weight, dtype):
 def _logits(hidden, weight, bias, temperature, softcap, room):
     """Compute z [n, V] in the dtype of hidden (fp32 or fp64), and the slope dy/dx [n, V] of the soft-cap, or None.
 
-    z lies at the beginning of `room`.
+    z is a view of `room`.
     """
     z = room[: len(hidden)]
     for block, w in weight_blocks(weight, hidden.dtype):
@@ -491,10 +468,10 @@ def _logits(hidden, weight, bias, temperature, softcap, room):
 
 
 class _Gradients:
-    """Sums dH [N, D], dW [V, D] and dbias [V] over chunks, for the inputs that want a gradient: products 2 and 3.
+    """Sums dH [N, D], dW [V, D] and dbias [V] over chunks, for the inputs that need a gradient: products 2 and 3.
 
-    The sums are fp32, or fp64 for fp64 inputs. dH is summed over the ranks of the vocabulary's group too. The first
-    chunk overwrites dW, which need not be zeroed before.
+    The sums are fp32, or fp64 for fp64 inputs. dH is also summed over the ranks of the vocabulary's group. The first
+    chunk overwrites dW, so that it need not be zeroed.
     """
 
     def __init__(self, hidden, weight, bias, needs, vocabulary):
@@ -508,9 +485,9 @@ class _Gradients:
         self.first = True
 
     def add(self, dz, h, rows, columns=None):
-        """Add the gradients of one chunk from dz [n, V] and h [n, D]; `rows` is its slice or index among the N rows.
+        """Add the gradients of one chunk from dz [n, V] and h [n, D]; `rows` is its slice or index of the N rows.
 
-        With `columns` [K], dz is [n, K] and the other columns of the vocabulary add nothing.
+        With `columns` [K], dz is [n, K], and the other columns of the vocabulary add nothing.
         """
         dh, dw, dbias = self.sums
         first, self.first = self.first, False
@@ -527,7 +504,7 @@ class _Gradients:
             dbias += dz.sum(0)
 
     def _add_columns(self, dz, h, rows, columns):
-        """Add the gradients of one chunk over some columns, a block at a time, which stays in the cache."""
+        """Add the gradients of one chunk over some columns, in blocks that stay in the cache."""
         dh, dw, dbias = self.sums
         product = torch.zeros_like(h)
         for start in range(0, len(columns), GATHERED_ROWS):
@@ -536,7 +513,7 @@ class _Gradients:
             if dh is not None:
                 product.addmm_(dz[:, part], self.inputs[1].index_select(0, at).to(self.dtype))  # dH = dz W
             if dw is not None:
-                dw.index_add_(0, at, dz[:, part].T @ h)  # dW = dz^T H; a column stands in `columns` once
+                dw.index_add_(0, at, dz[:, part].T @ h)  # dW = dz^T H; `columns` has no duplicates
         if dh is not None:
             dh[rows] = self.vocabulary.sum_(product)
         if dbias is not None:
@@ -550,10 +527,10 @@ def _dtypes(*inputs):
 def _rounded(sums, dtypes, scale=1.0):
     """Multiply the sums by `scale` and round them once, to the dtypes of their inputs.
 
-    A gradient that is rounded to fp16 before the loss scale multiplies it may have vanished. The sums themselves stay
-    as they are, because autograd may ask for them again (retain_graph). What needs neither a factor nor rounding is
-    returned without a copy, unless a look at the factor would make the host wait for a GPU. Autograd's count of the
-    writes to what it has saved then makes a second backward an error, if somebody has written to the gradient.
+    A gradient rounded to fp16 before it is multiplied by the loss scale may underflow. The sums are not changed,
+    because autograd may need them again (retain_graph). A sum that needs neither factor nor rounding is returned
+    without a copy, unless reading the factor would be a sync. If this gradient is then changed in place, autograd's
+    version check makes a second backward raise.
     """
     same = scale == 1 if isinstance(scale, float) or scale.is_cpu else False
     return [
@@ -577,8 +554,8 @@ def linear_logprob_fwd(
         bias: [V] or None.
         targets: [M] int64 token ids.
         temperature: A float, or [M].
-        size: Most rows of a chunk.
-        vocabulary: Which part of the vocabulary `weight` holds.
+        size: Maximum rows of a chunk.
+        vocabulary: The shard of `weight`.
         softcap: The cap of the logits, or None.
         return_entropy: Whether to compute the entropy too.
         index: [M] int64 rows of hidden, or None for all of them.
@@ -603,7 +580,7 @@ def linear_logprob_fwd(
 class LinearLogprob(torch.autograd.Function):
     """Log-probs [N] and entropy [N], differentiable by hidden, weight and bias.
 
-    The backward computes the logits of each chunk again: four products in all.
+    The backward recomputes the logits of each chunk: four products in all.
     """
 
     @staticmethod
@@ -649,17 +626,16 @@ class LinearLogprob(torch.autograd.Function):
                     if bend is not None:
                         dz *= bend
                 grads.add(dz, h, part, columns)
-                dz = columns = bend = cut_down = None  # freed before the next chunk's are allocated
+                dz = columns = bend = cut_down = None  # free before the next chunk allocates its own
         return *_rounded(grads.sums, _dtypes(hidden, weight, bias)), *(None,) * 8
 
 
 class LinearGRPO(torch.autograd.Function):
     """Returns the fused loss, a scalar, and a dict of [M] values: log-probs, metrics, and on request the entropy.
 
-    Only the loss is differentiable. `needs` says which of hidden, weight and bias need a gradient, because
-    ctx.needs_input_grad stays True under no_grad. `reference` is there where the objective has the KL of the full
-    distributions. Where `tolerance` is not 0, the [M] values have `kept_columns`, the share of its chunk, and
-    `dropped_mass` (see `Bounded`).
+    Only the loss is differentiable. `needs` flags which of hidden, weight and bias need a gradient, because
+    ctx.needs_input_grad stays True under no_grad. `reference` is given if the objective has the KL of the full
+    distributions. If `tolerance` is not 0, the [M] values include `kept_columns` and `dropped_mass`, see `Bounded`.
     """
 
     @staticmethod
@@ -717,7 +693,7 @@ class LinearGRPO(torch.autograd.Function):
                     if not keep_dz:
                         grads.add(dz, h, where, columns)
                         dz = columns = None
-                bend = None  # freed before the next chunk's is allocated
+                bend = None  # free before the next chunk allocates its own
         if keep_dz:
             ctx.save_for_backward(hidden, weight, bias, rows.index, dz, columns)
         elif grads is not None:
@@ -743,9 +719,9 @@ class LinearGRPO(torch.autograd.Function):
 
 
 def _chunks(logits, rows, size):
-    """Yield for each chunk its rows of the logits, its slice of the kept rows, and z = logits / T as a copy in fp32.
+    """Yield for each chunk its rows of the logits, its slice of the kept rows, and a copy of z = logits / T.
 
-    fp64 logits are copied in fp64.
+    The copy is fp32, or fp64 for fp64 logits.
     """
     for part in row_slices(len(rows.targets), size):
         where = part if rows.index is None else rows.index[part]
@@ -757,8 +733,8 @@ def _chunks(logits, rows, size):
 class LogitsGRPO(torch.autograd.Function):
     """Returns the loss of logits [N, V], a scalar, and a dict of [M]: log-probs, metrics, and on request the entropy.
 
-    Only the loss is differentiable. With `inplace` the backward overwrites the logits with their gradient, and
-    autograd refuses a second backward.
+    Only the loss is differentiable. With `inplace`, the backward overwrites the logits with their gradient, and
+    autograd raises on a second backward.
     """
 
     @staticmethod
@@ -772,7 +748,7 @@ class LogitsGRPO(torch.autograd.Function):
         with no_autocast(logits):
             for _, part, z in _chunks(logits, rows, size):
                 logps[part], part_entropy = softmax_(z, rows.targets[part], vocabulary, return_entropy)
-                del z  # free them before the next chunk's logits are allocated
+                del z  # free before the next chunk allocates its logits
                 if return_entropy:
                     entropy[part] = part_entropy
             loss, g, metrics = policy_loss_fwd(logps, rows, objective)
@@ -795,7 +771,7 @@ class LogitsGRPO(torch.autograd.Function):
             for where, part, z in _chunks(logits, rows, ctx.size):
                 t, targets = cut(rows.temperature, part), rows.targets[part]
                 softmax_(z, targets, ctx.vocabulary)
-                # The scalar multiplies first: divided by a temperature in fp32 it would not stay fp64.
+                # Multiply by the scalar first: divided by an fp32 temperature first, it would not stay fp64.
                 slope = None if rows.entropy_weights is None else -rows.entropy_weights[part] * grad_loss / t
                 dz = logit_gradient_(z, targets, ctx.vocabulary, g[part] * grad_loss / t, cut(entropy, part), slope)
                 grad[where] = dz.to(grad.dtype)

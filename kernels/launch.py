@@ -1,10 +1,10 @@
-"""Block sizes by compute capability, and the checks that launchers make: plain tables and functions, no autotuner.
+"""Block sizes by compute capability, and checks for launchers: tables and functions, without an autotuner.
 
-An autotuner cannot run under the interpreter, and it hides what it chose. The sizes are those that compile without
-spills for every option of the epilogue, which tests/kernels/test_aot.py checks.
+An autotuner cannot run under the interpreter, and hides its choice. The sizes compile without spills for every option
+of the epilogue, which tests/kernels/test_aot.py checks.
 
-TRITON_INTERPRET=1 runs the kernels on CPU tensors. CPU tensors are accepted then and only then, with blocks so small
-that a test's matrix has several of each kind.
+TRITON_INTERPRET=1 runs the kernels on CPU tensors, which are not accepted otherwise. Its blocks are so small that the
+matrices of tests have several blocks of each kind.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-# What changes from batch to batch must not ask for another compilation: the number of tokens, and the alignment of a
-# vector over tokens, which may be a slice of a longer one.
+# Values that change between batches must not cause a new compilation: the number of tokens, and the alignment of
+# per-token vectors, which may be slices.
 ROWS_VARY = {
     "do_not_specialize": ("n_rows", "n_splits", "SPLITS"),
     "do_not_specialize_on_alignment": (
@@ -31,29 +31,29 @@ ROWS_VARY = {
         "target_ptr", "target_y_ptr", "total_ptr", "weight_ptr",
     ),
 }  # fmt: skip
-INTERPRET = triton.knobs.runtime.interpret  # as it was when the kernels were decorated
+INTERPRET = triton.knobs.runtime.interpret  # its value when the kernels were decorated
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DTYPES = DTYPES if INTERPRET else (torch.bfloat16,)  # the interpreter computes bf16 wrongly
-CHUNK_ROWS = 8192  # rows whose exponentials are held at once: 2 * 8192 * V bytes in bf16
-# Vocabulary splits of the passes over flagged rows, whose programs nearly always return at once.
+CHUNK_ROWS = 8192  # rows of exponentials in memory: 2 * 8192 * V bytes in bf16
+# Vocabulary splits of the passes over flagged rows, whose programs nearly always return immediately.
 GUARD_SPLITS = 4 if INTERPRET else 16
 REDUCE_ROWS, REDUCE_TILES = 32, 64
-LOGITS_BLOCK, LOGITS_WARPS = 8192, 16  # columns of a row at a time, for logits that are already there
-# Warps of the kernel that reads a row twice. One program then fills a multiprocessor, and the rows in flight, 40 MB of
-# 132 with V = 152k in bf16, stay in a cache of 50 MB until the second read; with two programs they would not.
+LOGITS_BLOCK, LOGITS_WARPS = 8192, 16  # columns of a row at a time, for given logits
+# Warps of the kernel that reads a row twice. One program then fills a multiprocessor. With V = 152k in bf16, 132 rows
+# in flight take 40 MB and stay in a 50 MB cache until the second read; with two programs they would not.
 LOGITS_FUSED_WARPS = 32
 SAMPLE_WARPS = 4
-MERGE_HEADS = 8  # query heads whose splits one program merges
+MERGE_HEADS = 8  # query heads per program of the merge
 
 
 class Blocks(NamedTuple):
     """Block sizes of one launch.
 
     Attributes:
-        rows: Rows of the output that a program computes at a time.
-        cols: Columns of the output that a program computes at a time.
-        depth: Elements of the inner dimension that one step of the product reads.
-        warps: Warps of a program.
+        rows: Output rows per tile.
+        cols: Output columns per tile.
+        depth: Elements of the inner dimension per step of the product.
+        warps: Warps per program.
         stages: Stages of the software pipeline.
     """
 
@@ -65,12 +65,12 @@ class Blocks(NamedTuple):
 
 
 def options(warps: int = 4, stages: int = 3) -> dict[str, Any]:
-    """Return the compiler's options of a launch. Fused multiply-adds are stated: Triton 3.10 turns them off."""
+    """Return the compiler options of a launch. Fused multiply-adds are explicit, because Triton 3.10 disables them."""
     return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
 
 
-# Major capabilities that have the tensor-memory accelerator and the shared memory for its blocks. sm_120 has the
-# accelerator as well, but only 99 KiB of shared memory.
+# Major capabilities with the tensor-memory accelerator and enough shared memory for its blocks. sm_120 has the
+# accelerator too, but only 99 KiB of shared memory.
 DESCRIPTOR_MAJORS = (9, 10)
 INTERPRETED = Blocks(16, 32, 16, 4, 1)
 INTERPRETED_PROGRAMS = 3
@@ -78,7 +78,7 @@ INTERPRETED_PROGRAMS = 3
 
 @triton.jit
 def log1p(x):
-    """Return log(1 + x) to full relative precision, which the log-prob of a confident token needs: it is -x.
+    """Return log(1 + x) to full relative precision, for log-probs of confident tokens, which are about -x.
 
     Args:
         x: fp32 values, at least 0.
@@ -89,13 +89,13 @@ def log1p(x):
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return (major, minor) of a CUDA device; the interpreter stands in for the newest."""
+    """Return (major, minor) of a CUDA device, and (10, 0) for the interpreter."""
     return (10, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
 
 
 @cache
 def programs(device: torch.device) -> int:
-    """Return the number of programs of a persistent kernel, one for each streaming multiprocessor."""
+    """Return the number of programs of a persistent kernel, one per streaming multiprocessor."""
     if device.type == "cpu":
         return INTERPRETED_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -103,14 +103,14 @@ def programs(device: torch.device) -> int:
 
 @torch.compiler.assume_constant_result
 def runs_on(device: torch.device) -> bool:
-    """Return whether the kernels run there: on NVIDIA GPUs of compute capability 8.0 or later, or the interpreter."""
+    """Return whether kernels support a device: NVIDIA GPUs of compute capability 8.0 or later, or the interpreter."""
     if device.type == "cpu":
         return INTERPRET
     return device.type == "cuda" and torch.version.hip is None and capability(device) >= (8, 0)
 
 
 def describe(device: torch.device) -> str:
-    """Say where a kernel runs and what compiled it, for a report."""
+    """Return the names and versions of device and compilers, for a report."""
     about = f"torch {torch.__version__}, triton {triton.__version__}"
     if device.type == "cpu":
         return f"the interpreter, {about}"
@@ -119,7 +119,7 @@ def describe(device: torch.device) -> str:
 
 
 def operator(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
-    """Return a decorator that makes a function an operator of torch, run on the device of its first argument."""
+    """Return a decorator that registers a function as an operator of torch, run on the device of its first argument."""
 
     def decorate(function: Callable) -> Callable:
         return torch.library.custom_op(name, mutates_args=mutates_args)(on_its_device(function))
@@ -141,7 +141,7 @@ def on_its_device(function: Callable) -> Callable:
 def precision(dtype: torch.dtype) -> str:
     """Return the input precision of a product, "ieee" or "tf32".
 
-    Products of fp32 are exact unless torch is set to allow TF32; fp16 and bf16 have one precision.
+    fp32 products use full precision unless torch allows TF32; fp16 and bf16 have one precision.
     """
     if dtype != torch.float32:
         return "ieee"
@@ -152,7 +152,7 @@ def exp_blocks(major: int, has_softcap: bool, has_bias: bool) -> Blocks:
     """Return the block sizes of the persistent kernel with descriptors (sm_90 and sm_100, 16-bit operands).
 
     Three stages and the stored tile fill 213,016 bytes of shared memory. The soft-cap's tanh needs registers, and so
-    does a bias on sm_100: they take half of the columns, or the kernel would spill.
+    does a bias on sm_100: both use half the columns, to avoid spills.
     """
     assert major in DESCRIPTOR_MAJORS
     return Blocks(128, 128 if has_softcap or (has_bias and major == 10) else 256, 64, 8, 3)
@@ -161,23 +161,23 @@ def exp_blocks(major: int, has_softcap: bool, has_bias: bool) -> Blocks:
 def exp_ptr_blocks(major: int, minor: int, plain: bool) -> Blocks:
     """Return the block sizes of the kernel with pointer loads.
 
-    `plain` says that the epilogue has no soft-cap and no entropy, that D is a multiple of the block, and that a program
-    computes one tile.
+    `plain` means: the epilogue has no soft-cap and no entropy, D is a multiple of the block, and a program computes one
+    tile.
     """
     if plain and major == 8:
-        # sm_80 has 163 KiB of shared memory a block, sm_86 and sm_89 have 99 KiB.
+        # sm_80 has 163 KiB of shared memory per block, sm_86 and sm_89 have 99 KiB.
         return Blocks(128, 256, 64, 8, 3) if minor == 0 else Blocks(128, 256, 32, 8, 3)
     return Blocks(128, 128, 64, 8, 3)
 
 
-ONLINE_BLOCKS = Blocks(128, 128, 64, 8, 3)  # the online softmax keeps its running maxima beside the tile
-ANCHOR_BLOCKS = Blocks(64, 64, 64, 4, 3)  # square, since only the diagonal counts, and small, for more programs
+ONLINE_BLOCKS = Blocks(128, 128, 64, 8, 3)  # the online softmax keeps running maxima besides the tile
+ANCHOR_BLOCKS = Blocks(64, 64, 64, 4, 3)  # square, because only the diagonal is used; small, for more programs
 
 
 def uses_descriptors(*matrices: torch.Tensor) -> bool:
     """Return whether the tensor-memory accelerator can read all of these matrices.
 
-    It asks for a base and a pitch of whole 16 bytes; our blocks ask for 16-bit elements.
+    Base and pitch must be multiples of 16 bytes; our blocks need 16-bit elements.
     """
     if capability(matrices[0].device)[0] not in DESCRIPTOR_MAJORS:
         return False
@@ -186,9 +186,9 @@ def uses_descriptors(*matrices: torch.Tensor) -> bool:
 
 
 def sample_tile() -> int:
-    """Return how many logits of a row one program draws from.
+    """Return the number of logits of a row per program of the sampler.
 
-    The number depends on nothing, so that a row draws the same token in any batch.
+    It is constant, so that a row draws the same token in any batch.
     """
     return 32 if INTERPRET else 2048
 
@@ -196,17 +196,17 @@ def sample_tile() -> int:
 def decode_blocks(rows: int, depth: int, dtype: torch.dtype) -> Blocks:
     """Return the block sizes of decode attention: rows of queries, columns of keys, and the padded head width as depth.
 
-    A multiprocessor holds two or three programs of this size.
+    A multiprocessor runs two or three programs of this size.
     """
     depth = max(16, triton.next_power_of_2(depth))
     rows = max(16, triton.next_power_of_2(max(rows, 1)))
     if INTERPRET:
         return Blocks(min(rows, 32), 16, depth, 4, 1)
     if dtype == torch.float32:
-        # Other sizes would spill some bytes on one capability or another.
+        # Other sizes spill on some capability.
         return Blocks(16 if depth == 128 else min(rows, 32), 16, depth, 4 if rows == 16 and depth > 128 else 8, 2)
     if depth > 128:
-        # Larger blocks want more than the 99 KiB of shared memory of sm_86, sm_89 and sm_120, and spill elsewhere.
+        # Larger blocks exceed the 99 KiB of shared memory of sm_86, sm_89 and sm_120, and spill elsewhere.
         return Blocks(min(rows, 64), 32, depth, 8, 2)
     if depth <= 64:
         return Blocks(min(rows, 128), 64 if rows > 32 else 128, depth, 8 if rows > 64 else 4, 3)
@@ -214,7 +214,7 @@ def decode_blocks(rows: int, depth: int, dtype: torch.dtype) -> Blocks:
 
 
 def decode_splits(programs_without: int, length: int, blocks: Blocks, device: torch.device) -> int:
-    """Return the splits of a slot's keys: about four programs a multiprocessor, at least two blocks of keys each."""
+    """Return the splits of a slot's keys: about four programs per multiprocessor, at least two blocks of keys each."""
     if device.type == "cpu":
         return 2
     wanted = triton.cdiv(4 * programs(device), max(programs_without, 1))
@@ -222,11 +222,11 @@ def decode_splits(programs_without: int, length: int, blocks: Blocks, device: to
 
 
 def check_device(tensor: torch.Tensor, name: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
-    """Check that the kernels run on a tensor's device and take its dtype."""
+    """Check that the kernels support a tensor's device and dtype."""
     if tensor.device.type == "cpu" and not INTERPRET:
         raise ValueError(
             f"backend='triton' needs CUDA tensors, got {name} on the CPU; use backend='chunked', or set "
-            "TRITON_INTERPRET=1 before the import to run the kernels slowly on the CPU"
+            "TRITON_INTERPRET=1 before the import to run the kernels in the slow interpreter"
         )
     if not runs_on(tensor.device):
         raise ValueError(
@@ -235,12 +235,12 @@ def check_device(tensor: torch.Tensor, name: str, dtypes: tuple[torch.dtype, ...
         )
     if tensor.dtype not in dtypes:
         raise ValueError(
-            f"backend='triton' takes {', '.join(map(str, dtypes))}, got {name} {tensor.dtype}; use backend='chunked'"
+            f"backend='triton' needs {', '.join(map(str, dtypes))}, got {name} {tensor.dtype}; use backend='chunked'"
         )
 
 
 def rows_contiguous(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the matrix itself where its rows are contiguous, else a copy (a transposed weight is copied once)."""
+    """Return the matrix itself if its rows are contiguous, else a copy (as for a transposed weight)."""
     fits = matrix.stride(-1) == 1 and matrix.stride(0) >= matrix.shape[1]
-    # A clone, since contiguous() hands back a single row whatever its strides are.
+    # clone, because contiguous() returns a single row unchanged, whatever its strides.
     return matrix if fits else matrix.clone(memory_format=torch.contiguous_format)

@@ -1,14 +1,13 @@
-"""The GRPO loss of given logits or log-probs in Triton, by the formulas of objectives.py.
+"""The GRPO loss from logits or log-probs in Triton, by the formulas of objectives.py.
 
-What couples the tokens of a sequence (its mean log-ratio, its importance weight, VESPO's phi) is computed by a handful
-of O(M) sums in PyTorch and comes in per token. The gradient of logits may be written over them, in one read and one
-write:
+Sequence-level values (mean log-ratio, importance weight, VESPO's phi) are computed by a few O(M) sums in PyTorch, and
+passed per token. The gradient may overwrite the logits, in one read and one write:
 
     logp = z_t - log sum_v exp(z_v),   z = logits / T,   dz_v = (g (1[v = t] - p_v) - h p_v (log p_v + H)) / T
 
-In place, where no token looks at the others of its sequence, one kernel computes log-prob, loss and gradient of a token
-and writes the latter over its logits. Otherwise the forward reads the logits and keeps vectors [M], and the backward
-reads them again and writes the gradient, over the logits or into a new tensor.
+In place, for an objective per token, one kernel computes log-prob, loss and gradient of a token, and overwrites its
+logits with the gradient. Otherwise the forward reads the logits and keeps vectors [M]; the backward reads the logits
+again and writes the gradient, in place or to a new tensor.
 
 Shapes: N rows of logits (tokens), M <= N kept ones, V vocabulary.
 """
@@ -32,16 +31,16 @@ from fastgrpo.kernels.objectives import (
 )
 
 Tensor = torch.Tensor
-# What the rows of [6, M] results of `_loss_rows` hold.
+# Rows of the results [6, M] of `_loss_rows`.
 LOSS, GRAD = 0, 1
-POLICY_BLOCK = 256  # tokens of a program, for log-probs that are already there
+POLICY_BLOCK = 256  # tokens per program, for given log-probs
 
 
 @triton.jit
 def _loss_rows(logp, rows, n_rows, old_ptr, log_ratio_ptr, ref_ptr, advantage_ptr, weight_ptr, importance_ptr, phi_ptr,
                out_ptr, low, high, delta, beta, tau_pos, tau_neg, SURROGATE: tl.constexpr, KIND: tl.constexpr,
                CORRECT_KL: tl.constexpr):  # fmt: skip
-    """Store what `token_loss` computes of some tokens into out [6, M], and return their g. Pointers may be None."""
+    """Store the results of `token_loss` for some tokens in out [6, M], and return their g. Pointers may be None."""
     ok = rows < n_rows
     old, log_ratio, ref, importance, phi = None, None, None, None, None
     if old_ptr is not None:
@@ -92,10 +91,10 @@ def policy_loss_rows(logps: Tensor, old: Tensor | None, log_ratio: Tensor | None
     Args:
         logps: [M] log-probs under the policy.
         old: [M] log-probs under the policy that drew the tokens, or None for a ratio of 1.
-        log_ratio: [M] log-ratios that take the place of logps - old, or None.
+        log_ratio: [M] log-ratios to use instead of logps - old, or None.
         ref: [M] log-probs under the reference, or None for no KL.
         advantages: [M].
-        weights: [M], which carry the mask and the whole aggregation.
+        weights: [M], with the mask and the whole aggregation.
         importance: [M] importance weights against the sampler, or None for 1.
         phi: [M] VESPO's weights, or None.
         surrogate: Name of the surrogate, from `objectives.LOSS_TYPES`.
@@ -109,8 +108,8 @@ def policy_loss_rows(logps: Tensor, old: Tensor | None, log_ratio: Tensor | None
         tau_neg: SAPO's temperature for the other tokens.
 
     Returns:
-        [6, M] fp32: the loss, g (without what flows through a given log_ratio), the part of the gradient that flows
-        through the log-ratio, the loss without its KL, the KL, and the ratio.
+        [6, M] fp32: the loss, g (without the gradient through a given log_ratio), the gradient through the log-ratio,
+        the loss without its KL, the KL, and the ratio.
     """
     n = len(logps)
     out = logps.new_empty(6, n, dtype=torch.float32)
@@ -146,8 +145,8 @@ def policy_loss_fwd(logps: Tensor, rows: PolicyRows, objective: Any) -> tuple[Te
 
 @triton.jit
 def _row_place(place_ptr, row):
-    """Return the place of a row among the kept ones, -1 where it is not kept. Without a map every row is kept."""
-    # One return for both: Triton goes on to trace what follows a return inside of a branch.
+    """Return the place of a row among the kept ones, or -1. Without a map, every row is kept."""
+    # A single return, because Triton also traces the code after a return inside a branch.
     if place_ptr is None:  # noqa: SIM108 - the condition is known at compile time, and only one branch is traced
         place = row
     else:
@@ -168,10 +167,10 @@ def _row_scale(inv_t, inv_t_ptr, row):
 def _row_stats(z_ptr, target, scale, vocab, BLOCK: tl.constexpr):
     """Return (logp, log2 sum_v exp(z_v), 1 - p_t, entropy) of a row, each [1], by an online softmax.
 
-    The target's column is kept apart, so that a confident token's log-prob has full relative precision.
+    The target's column is separate, so that a confident token's log-prob has full relative precision.
     """
-    # The target's logit is read ahead of the reductions and their barriers: after them, a faster warp may write the
-    # gradient over it.
+    # Read the target's logit before the reductions and their barriers: after them, a faster warp may overwrite it with
+    # the gradient.
     legal = (target >= 0) & (target < vocab)
     y2 = tl.load(z_ptr + target, mask=legal, other=float("nan")).to(tl.float32) * scale
     top = tl.full((1,), float("-inf"), tl.float32)
@@ -203,9 +202,9 @@ def _row_stats(z_ptr, target, scale, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _write_gradient(z_ptr, out_ptr, target, scale, lse2, rest, logp, entropy, g, h, vocab, BLOCK: tl.constexpr):
-    """Write dz of one row, where lse2 = log2 sum_v exp(z_v) and rest = 1 - p_t. out may be the logits themselves.
+    """Write dz of one row, with lse2 = log2 sum_v exp(z_v) and rest = 1 - p_t. out may be the logits themselves.
 
-    The columns are read from the last to the first: what the first pass read last is what the cache still has.
+    The columns are read from last to first, because the cache still has those that the first pass read last.
     """
     t = scale * LN2  # 1 / T
     last = tl.cdiv(vocab, BLOCK) - 1
@@ -224,7 +223,7 @@ def _logits_grpo_fwd_kernel(z_ptr, z_stride, place_ptr, target_ptr, inv_t, inv_t
                             advantage_ptr, weight_ptr, importance_ptr, bonus_ptr, out_ptr, low, high, delta, beta,
                             tau_pos, tau_neg, n_rows, vocab, SURROGATE: tl.constexpr, KIND: tl.constexpr,
                             CORRECT_KL: tl.constexpr, FUSED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Compute the stats of one row and, where FUSED, its loss and gradient; rows that are not kept get zeros."""
+    """Compute the stats of one row and, if FUSED, its loss and gradient; rows that are not kept get zeros."""
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
     rows = _row_place(place_ptr, row) + tl.zeros((1,), tl.int64)
@@ -277,7 +276,7 @@ def _logits_grpo_bwd_kernel(z_ptr, z_stride, d_ptr, d_stride, place_ptr, target_
 
 @triton.jit
 def _scale_rows_kernel(d_ptr, d_stride, factor_ptr, vocab, BLOCK: tl.constexpr):
-    """Multiply a row by a number on the device, in place. A factor of 1 costs nothing, and no host has to know it."""
+    """Multiply a row by a scalar on the device, in place and without a sync. A factor of 1 costs nothing."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor == 1.0:
         return
@@ -293,7 +292,7 @@ def _options(warps=launch.LOGITS_WARPS):
 
 
 def _launch_fwd(logits, places, targets, temperature, temperatures, out, policy_rows, bonus, knobs, fused):
-    """Return stats [4, M]: logp, entropy, log2 sum_v exp(z_v) and 1 - p_t; 0 where a token carries no gradient."""
+    """Return stats [4, M]: logp, entropy, log2 sum_v exp(z_v) and 1 - p_t; 0 for inactive tokens."""
     n, vocab = logits.shape
     m = len(targets)
     stats = torch.zeros(4, m, dtype=torch.float32, device=logits.device)
@@ -310,13 +309,13 @@ def _launch_fwd(logits, places, targets, temperature, temperatures, out, policy_
 @launch.operator("fastgrpo::logits_stats")
 def logits_stats(logits: Tensor, places: Tensor | None, targets: Tensor, temperature: float,
                  temperatures: Tensor | None) -> Tensor:  # fmt: skip
-    """Read the logits once and compute what loss and backward need.
+    """Read the logits once, and compute the stats for loss and backward.
 
     Args:
         logits: [N, V] with contiguous rows.
-        places: [N] int64, the place of each row among the kept tokens, or -1; None where all are kept.
+        places: [N] int64, the place of each row among the kept tokens, or -1; None if all are kept.
         targets: [M] int64.
-        temperature: T of all tokens, read where `temperatures` is None.
+        temperature: T of all tokens, used if `temperatures` is None.
         temperatures: [M] T of each token, or None.
 
     Returns:
@@ -339,10 +338,10 @@ def logits_grpo_(logits: Tensor, places: Tensor | None, targets: Tensor, tempera
                  weights: Tensor, importance: Tensor | None, bonus: Tensor | None, surrogate: str, kl: str,
                  correct_kl: bool, low: float, high: float, delta: float | None, beta: float, tau_pos: float,
                  tau_neg: float) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Read the logits once, compute the loss, and write its gradient over the logits.
+    """Read the logits once, compute the loss, and overwrite the logits with its gradient.
 
-    The first five arguments are those of `logits_stats`, and `bonus` [M] is the weights of the entropy, which the loss
-    subtracts, or None. The others are those of `policy_loss_rows`.
+    For the first five arguments see `logits_stats`, for the others `policy_loss_rows`. `bonus` [M] are the weights of
+    the entropy bonus, or None.
 
     Returns:
         [4, M] as `logits_stats` returns it, and [6, M] as `policy_loss_rows` returns it.
@@ -365,18 +364,18 @@ def _(logits, places, targets, *_):
 @launch.operator("fastgrpo::logits_bwd", mutates_args=("out",))
 def logits_bwd(logits: Tensor, places: Tensor | None, targets: Tensor, temperature: float, temperatures: Tensor | None,
                stats: Tensor, g: Tensor, h: Tensor | None, out: Tensor) -> None:  # fmt: skip
-    """Write the gradient of the logits from those of log-prob and entropy.
+    """Write the gradient of the logits, from the gradients of log-prob and entropy.
 
     Args:
         logits: [N, V] with contiguous rows.
-        places: [N] int64, the place of each row among the kept tokens, or -1; None where all are kept.
+        places: [N] int64, the place of each row among the kept tokens, or -1; None if all are kept.
         targets: [M] int64.
-        temperature: T of all tokens, read where `temperatures` is None.
+        temperature: T of all tokens, used if `temperatures` is None.
         temperatures: [M] T of each token, or None.
         stats: [4, M], as `logits_stats` returns it.
         g: [M] fp32, gradient of the log-probs.
         h: [M] fp32, gradient of the entropies, or None.
-        out: [N, V] in the dtype of the logits, which is written: the logits themselves or another tensor.
+        out: [N, V] output in the dtype of the logits: the logits themselves or another tensor.
     """
     if len(logits) == 0:
         return
@@ -400,7 +399,7 @@ def scale_rows_(matrix: Tensor, factor: Tensor) -> None:
 
 
 def _places(index, active, total):
-    """Return [N] places among the kept tokens, -1 where a token carries no gradient; None where all are kept."""
+    """Return [N] places among the kept tokens, -1 for tokens without gradient; None if all are kept."""
     if index is None:
         return None
     places = torch.arange(len(index), device=index.device)
@@ -412,8 +411,8 @@ def _places(index, active, total):
 class LogitsGRPO(torch.autograd.Function):
     """Returns the loss, a scalar, and a dict of [M] values: logps, metrics, and on request the entropy.
 
-    Only the loss is differentiable. With `inplace`, the gradient overwrites the logits: in the forward if no token's
-    loss depends on other tokens, and else in the backward. Autograd then refuses a second backward.
+    Only the loss is differentiable. With `inplace`, the gradient overwrites the logits: in the forward for an objective
+    per token, else in the backward. Autograd then raises on a second backward.
     """
 
     @staticmethod
@@ -423,7 +422,7 @@ class LogitsGRPO(torch.autograd.Function):
         t = 1.0 if ts is not None else float(rows.temperature)
         places = _places(rows.index, rows.active, len(logits))
         head = (places, rows.targets, t, ts)
-        by_old = rows.sampler_logps is None or rows.old_logps is not None  # importance weights do not wait for logp
+        by_old = rows.sampler_logps is None or rows.old_logps is not None  # importance weights do not need logp
         ctx.written = inplace and needs and rows.lengths is None and by_old
         if ctx.written:
             importance, metrics = importance_weights(rows.old_logps, rows, objective)
@@ -469,8 +468,8 @@ def logits_grpo_loss(
         logits: [N, V] bf16, fp16 or fp32.
         rows: The M kept tokens; e_n are its entropy weights.
         objective: An Objective.
-        return_entropy: Whether the entropy is returned.
-        inplace: Whether the gradient takes the place of the logits.
+        return_entropy: Whether to return the entropy.
+        inplace: Whether the gradient overwrites the logits.
 
     Returns:
         The loss, a scalar; and log-probs and metrics by name, [M] each, with the entropy on request.

@@ -1,12 +1,12 @@
-"""The loss of every objective from log-probs, with its gradient in closed form: reference.policy_loss by hand.
+"""The loss of every objective from log-probs, with its gradient in closed form; see reference.policy_loss.
 
 Shapes: M kept tokens, S sequences. Per token, with r the ratio, A the advantage, w the weight and I the importance
 weight against the sampler,
 
     loss = w (I s(r, logp, A) + beta KL),    g = w I ds/dlogp + beta w dKL/dlogp + mean over the sequence of (...)
 
-Each surrogate s, each KL estimate and their sum `token_loss` is one function, which serves Triton and PyTorch alike.
-logits.py runs it in Triton kernels.
+Each surrogate s, each KL estimate and their sum `token_loss` is one function for both Triton and PyTorch. logits.py
+runs it in Triton kernels.
 """
 
 import functools
@@ -29,35 +29,35 @@ else:
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the arithmetic: fp64 for fp64 inputs (for gradcheck), and fp32 for all others."""
+    """Return the dtype of the arithmetic: fp64 for fp64 inputs (for gradcheck), else fp32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def no_autocast(tensor: torch.Tensor) -> torch.autocast:
-    """Keep fp32 products in fp32, even inside the caller's torch.autocast."""
+    """Disable torch.autocast, so that fp32 products stay fp32."""
     return torch.autocast(tensor.device.type, enabled=False)
 
 
 def needed(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
-    """Tell which tensors want a gradient now.
+    """Return which tensors need a gradient now.
 
-    Autograd functions are told this from outside: their ctx.needs_input_grad stays True under no_grad.
+    Callers pass this to autograd functions, because ctx.needs_input_grad stays True under no_grad.
     """
     grad = torch.is_grad_enabled()
     return tuple(grad and tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def first_order(name: str) -> Callable[[Callable], Callable]:
-    """Make a decorator for the backward of an autograd function, which then refuses create_graph=True.
+    """Return a decorator for the backward of an autograd function, which raises under create_graph=True.
 
-    It refuses in the first backward, although only a second one would be wrong: to refuse in the second, the gradient
-    would have to keep all inputs in memory. Inside of a graph of torch.compile nothing can raise an error.
+    It raises in the first backward, although only a second one would be wrong: to raise in the second, the gradient
+    would have to keep all inputs in memory. A graph of torch.compile cannot raise.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def once(ctx, *grad_outputs):
-            # Gradients are recorded in a backward under create_graph=True alone.
+            # In a backward, grad mode is on only under create_graph=True.
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 raise RuntimeError(f"{name} has no second derivatives: it cannot take part in a backward under "
                                    "create_graph=True")  # fmt: skip
@@ -70,22 +70,22 @@ def first_order(name: str) -> Callable[[Callable], Callable]:
 
 
 class PolicyRows(NamedTuple):
-    """What the loss needs to know of the M kept tokens. Nothing in it carries gradient.
+    """The M kept tokens of a loss. No field carries gradient.
 
     Attributes:
-        index: [M] int64, increasing: the places of the kept tokens among the N of the batch. None where all are kept.
+        index: [M] int64, increasing: indices of the kept tokens among the N of the batch. None if all are kept.
         targets: [M] int64 token ids.
         temperature: A float, or [M].
         advantages: [M] fp32 (fp64 for fp64 inputs, as all floats here).
-        weights: [M] fp32, which carry the mask and the whole aggregation.
-        old_logps: [M] log-probs under the policy that drew the tokens, or None where the ratio is 1.
-        ref_logps: [M] log-probs under the reference, or None where there is no KL.
-        lengths: [S] int64 kept tokens of each sequence, or None where the objective never looks at sequences.
+        weights: [M] fp32, with the mask and the whole aggregation.
+        old_logps: [M] log-probs under the policy that drew the tokens, or None if the ratio is 1.
+        ref_logps: [M] log-probs under the reference, or None without KL.
+        lengths: [S] int64 kept tokens of each sequence, or None for an objective per token.
         sampler_logps: [M] log-probs that the sampler reported, NaN where it reported none, or None.
-        entropy_weights: [M] weights of the entropy bonus, its coefficient included, or None.
-        active: [M] bool, where only the device knows which tokens carry gradient; None where all of them do. Tokens
-            without gradient have finite stand-ins in every field, weight 0, and hidden states that must not be read.
-        host_lengths: `lengths` as a tuple, where the host knows them without waiting for the device.
+        entropy_weights: [M] weights of the entropy bonus, including its coefficient, or None.
+        active: [M] bool, True for tokens that carry gradient; None if all do. Inactive tokens hold finite dummies,
+            weight 0, and hidden states that must not be read.
+        host_lengths: `lengths` as a tuple, if known on the host without a sync; else None.
     """
 
     index: torch.Tensor | None
@@ -102,21 +102,13 @@ class PolicyRows(NamedTuple):
     host_lengths: tuple[int, ...] | None = None
 
     def cut(self, part: slice, sequences: slice) -> "PolicyRows":
-        """Take the tokens of one chunk."""
+        """Return the tokens of one chunk."""
         fields = {name: cut(value, part) for name, value in self._asdict().items()}
         return PolicyRows(**{**fields, "lengths": cut(self.lengths, sequences)})
 
 
 def cut(value: Any, part: slice) -> Any:
-    """Slice a value per token; a float or None stands for all tokens and passes.
-
-    Args:
-        value: [M] tensor, float or None.
-        part: The chunk's slice of the kept tokens.
-
-    Returns:
-        `value[part]`, or `value` itself where it is no tensor.
-    """
+    """Return `value[part]` for a tensor [M]. A float or None, which applies to all tokens, is returned unchanged."""
     return value[part] if isinstance(value, torch.Tensor) else value
 
 
@@ -135,17 +127,17 @@ def policy_parts(
     rows: PolicyRows, objective: Any, slices: list[slice], size: int, policy_loss_fwd: Callable,
     forward_only: Callable[[], torch.Tensor],
 ) -> tuple[list[tuple[slice, slice]], tuple | None]:  # fmt: skip
-    """Choose the chunks of a fused loss, and compute the policy loss first where one chunk alone cannot know it.
+    """Choose the chunks of a fused loss, and compute the policy loss first if chunks would split sequences.
 
-    A factor of the whole sequence (`rows.lengths` is given) needs the log-probs of all its tokens. Chunks then end
-    where sequences end. A sequence longer than a chunk, or lengths that only the device knows, cost a forward-only pass
-    over all tokens ahead of the chunks.
+    A sequence-level factor (`rows.lengths` is given) needs the log-probs of all tokens of the sequence, so chunks then
+    end where sequences end. If a sequence is longer than a chunk, or the lengths are only on the device, a forward-only
+    pass over all tokens precedes the chunks.
 
     Args:
         rows: The kept tokens.
         objective: An Objective.
-        slices: The chunks of an objective that never looks at sequences.
-        size: Most tokens of a chunk.
+        slices: The chunks for an objective per token.
+        size: Maximum tokens of a chunk.
         policy_loss_fwd: objectives.policy_loss_fwd or logits.policy_loss_fwd.
         forward_only: Computes the log-probs [M] of all kept tokens.
     """
@@ -154,7 +146,7 @@ def policy_parts(
         return parts, None
     lengths = rows.host_lengths
     if lengths is None and rows.active is None and not torch.compiler.is_compiling():
-        lengths = rows.lengths.tolist()  # the host has waited for the rows already
+        lengths = rows.lengths.tolist()  # the rows have already cost a sync
     if lengths is not None and max(lengths) <= size:
         return sequence_slices(lengths, size), None
     return parts, policy_loss_fwd(forward_only(), rows, objective)
@@ -162,7 +154,7 @@ def policy_parts(
 
 def sequence_sum(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Give each token [M] the sum over its sequence of `lengths` [S] int64 tokens, in a fixed order."""
-    # unsafe=True: the safe form looks at the lengths, which makes the host wait for the device
+    # unsafe=True, because the safe form validates the lengths, which is a sync
     total = torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
     return total.repeat_interleave(lengths, output_size=len(values))
 
@@ -172,12 +164,12 @@ def sequence_mean(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return sequence_sum(values, lengths) / lengths.repeat_interleave(lengths, output_size=len(values))
 
 
-LOG_RATIO_MAX = 20.0  # vespo holds log-ratios to [-20, 20] and sequence weights to [1e-8, e^20], as TRL does
+LOG_RATIO_MAX = 20.0  # vespo clamps log-ratios to [-20, 20] and sequence weights to [1e-8, e^20], as TRL does
 LOG_WEIGHT_MIN = math.log(1e-8)
 
 
 class Tokens(NamedTuple):
-    """What `vespo_phi` reads: [M] values, importance weights or None, and lengths [S] int64."""
+    """Inputs of `vespo_phi`: [M] values, importance weights or None, and lengths [S] int64."""
 
     log_ratio: torch.Tensor
     advantages: torch.Tensor
@@ -185,20 +177,20 @@ class Tokens(NamedTuple):
     lengths: torch.Tensor
 
 
-# The formulas of a token, for Triton and for PyTorch at once: `_in_torch` has the same functions with `Torch` as `tl`.
-# A surrogate returns its value s, ds/dlog r (which a sequence-level ratio spreads over the tokens of the sequence), and
-# ds/dlogp apart from the ratio. A NaN ratio gives a NaN value: on a GPU a plain minimum would drop it.
+# The formulas of a token, for both Triton and PyTorch: `_in_torch` has the same functions with `Torch` as `tl`. A
+# surrogate returns its value s, ds/dlog r (distributed over the tokens of a sequence for a sequence-level ratio), and
+# ds/dlogp at a fixed ratio. A NaN ratio gives a NaN value: on a GPU, a plain minimum would drop it.
 
 
 @jit
 def clip(logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg):
-    """PPO (arXiv 1707.06347 eq. 7), -min(r A, clip(r) A), with the first r held under delta (arXiv 2505.07291)."""
+    """PPO (arXiv 1707.06347 eq. 7), -min(r A, clip(r) A), with the first r clamped to delta (arXiv 2505.07291)."""
     bounded = ratio
     if delta is not None:
         bounded = tl.minimum(ratio, delta, tl.PropagateNan.ALL)
     unclipped = bounded * advantage
     clipped = tl.minimum(tl.maximum(ratio, low), high) * advantage
-    # The gradient flows through the smaller branch, and there only where its clamp does not hold the ratio.
+    # The gradient flows through the smaller branch, and only if its clamp does not bind.
     inside = tl.where(unclipped <= clipped, bounded == ratio, (ratio >= low) & (ratio <= high))
     value = -tl.minimum(unclipped, clipped, tl.PropagateNan.ALL)
     return value, tl.where(inside, -advantage * ratio, 0.0), tl.zeros_like(ratio)
@@ -259,14 +251,14 @@ def kl_estimate(KIND, d):
 
 @jit
 def expm1(x):
-    """Return e^x - 1 without its cancellation at small x."""
+    """Return e^x - 1 without cancellation at small x."""
     series = x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * 0.008333334))))
     return tl.where(tl.abs(x) < 0.1, series, tl.exp(x) - 1.0)
 
 
 @jit
 def k3(d):
-    """Return e^d - d - 1 without its cancellation at small d."""
+    """Return e^d - d - 1 without cancellation at small d."""
     series = d * d * (0.5 + d * (0.16666667 + d * (0.041666668 + d * (0.008333334 + d * 0.0013888889))))
     return tl.where(tl.abs(d) < 0.1, series, tl.exp(d) - d - 1.0)
 
@@ -277,8 +269,8 @@ def token_loss(logp, old, log_ratio, ref, advantage, weight, importance, phi, NA
     """Compute the loss of tokens. `old`, `log_ratio`, `ref`, `importance` and `phi` may be None.
 
     Returns:
-        The loss; g, without what flows through a given log_ratio, whose part belongs to the whole sequence; that part;
-        the weighted surrogate; the KL; and the ratio.
+        The loss; g, without the gradient through a given log_ratio; that gradient, which the caller averages over the
+        sequence; the weighted surrogate; the KL; and the ratio.
     """
     moved = logp - logp  # 0, or NaN where logp is not finite: a ratio of 1 must not hide that
     if log_ratio is not None:
@@ -304,7 +296,7 @@ def token_loss(logp, old, log_ratio, ref, advantage, weight, importance, phi, NA
 
 
 class Torch:
-    """What the formulas use of triton.language, in PyTorch."""
+    """The functions of triton.language that the formulas use, in PyTorch."""
 
     abs, exp, sigmoid, where, zeros_like = torch.abs, torch.exp, torch.sigmoid, torch.where, torch.zeros_like
     PropagateNan = SimpleNamespace(ALL=None)
@@ -322,7 +314,7 @@ class Torch:
         assert condition
 
 
-# The same formulas with PyTorch as `tl`. It is a module, because torch.compile looks globals up by a module's name.
+# The same formulas with PyTorch as `tl`, in a module, because torch.compile looks up globals by module name.
 _in_torch = ModuleType(f"{__name__}_in_torch")
 sys.modules[_in_torch.__name__] = _in_torch
 _in_torch.__dict__.update(__builtins__=__builtins__, tl=Torch, expm1=torch.expm1, k3=lambda d: torch.expm1(d) - d)
@@ -362,8 +354,8 @@ def _sequence_constant(mask, dtype, cu_seqlens, num_items, max_length):
     return (len(cu_seqlens) - 1) * max_length
 
 
-# aggregation -> what the mask is divided by to give w_n: a number, a scalar tensor or [N]. Those that read cu_seqlens
-# have names that begin with "sequence".
+# aggregation -> the divisor of the mask that gives w_n: a number, a scalar tensor or [N]. Names of those that read
+# cu_seqlens begin with "sequence".
 DIVISORS = {
     "batch_tokens": _batch_tokens,
     "step_tokens": _step_tokens,
@@ -385,7 +377,7 @@ LOSS_TYPES = {
 
 
 def vespo_phi(tokens: Tokens, objective: Any) -> torch.Tensor:
-    """Compute VESPO's weight (arXiv 2602.10693). It reads neither log-probs nor ratio.
+    """Compute VESPO's weight (arXiv 2602.10693).
 
         log phi = lambda + k log W - lambda W,   W the product of the ratios of the sequence
 
@@ -403,19 +395,19 @@ def vespo_phi(tokens: Tokens, objective: Any) -> torch.Tensor:
 
 
 def _choose(condition, yes, no, like):
-    """Choose one of two floats per token, in the dtype of `like`. torch.where would round both to fp32."""
+    """Select one of two floats per token, in the dtype of `like`. torch.where would round both to fp32."""
     return torch.full_like(like, no).masked_fill_(condition, yes)
 
 
 def kernel_knobs(objective: Any) -> tuple[str | bool | float | None, ...]:
-    """Return an objective's knobs in the order in which `token_loss` and the kernels take them."""
+    """Return an objective's knobs in the order of the arguments of `token_loss` and the kernels."""
     return (objective.surrogate, objective.kl, objective.use_bias_correction_kl, *objective.ratio_bounds,
             objective.delta, objective.beta, objective.sapo_temperature_pos,
             objective.sapo_temperature_neg)  # fmt: skip
 
 
 def policy_metrics(out: Any, advantages: torch.Tensor, objective: Any) -> dict[str, torch.Tensor]:
-    """Return the metrics [M] of each token from the results of `token_loss` or of the kernel."""
+    """Return per-token metrics [M] from the results of `token_loss` or its kernel."""
     low, high = objective.ratio_bounds
     policy, kl, ratio = out[3], out[4], out[5]
     return {
@@ -447,16 +439,16 @@ def policy_loss_fwd(
     if per_sequence:
         log_ratio = sequence_mean(per_token, rows.lengths)
     importance, metrics = importance_weights(logps, rows, objective)
-    if objective.surrogate == "vespo":  # it has the importance weight inside of phi
+    if objective.surrogate == "vespo":  # it includes the importance weight in phi
         phi = vespo_phi(Tokens(per_token, rows.advantages, importance, rows.lengths), objective)
         importance = None
-    # The full KL is no function of the log-probs: see head_torch.py.
+    # The full KL is not a function of the log-probs, see head_torch.py.
     ref = None if objective.beta == 0 or objective.full_kl else rows.ref_logps
     out = tokens(logps, rows.old_logps, log_ratio, ref, rows.advantages, rows.weights, importance, phi,
                  *kernel_knobs(objective))  # fmt: skip
     g = out[1]
     if per_sequence:
-        # Every token of the sequence moves the common ratio by 1/len: d(mean log-ratio)/d(logp_t) = 1/len.
+        # d(mean log-ratio)/d(logp_t) = 1/len
         g = g + sequence_mean(out[2], rows.lengths)
     return out[0], g, {**metrics, **policy_metrics(out, rows.advantages, objective)}
 
@@ -464,17 +456,17 @@ def policy_loss_fwd(
 def importance_weights(
     logps: torch.Tensor, rows: PolicyRows, objective: Any
 ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-    """Compute I = exp(old - sampler) of each token or of its sequence, truncated to its bounds or masked outside them.
+    """Compute I = exp(old - sampler) per token or per sequence, truncated to its bounds or set to 0 outside them.
 
-    No gradient flows through it. A token without a sampler's log-prob (NaN) counts as log-ratio 0.
+    It has no gradient. A token without a sampler's log-prob (NaN) counts as log-ratio 0.
 
     Args:
-        logps: [M] log-probs under the policy, which stand for the old ones where these are None.
+        logps: [M] log-probs under the policy, used if the old ones are None.
         rows: The kept tokens.
         objective: An Objective.
 
     Returns:
-        I [M], and the metrics `importance` and `sampler_gap` [M]. Without sampler_logps None and no metrics.
+        I [M], and the metrics `importance` and `sampler_gap` [M]. Without sampler_logps: None, and no metrics.
     """
     if rows.sampler_logps is None:
         return None, {}
@@ -494,7 +486,7 @@ def importance_weights(
 class PolicyLoss(torch.autograd.Function):
     """Returns the loss of log-probs [M], a scalar, and a dict of [M] metrics.
 
-    `fwd` is the `policy_loss_fwd` of this module, or the one of logits.py, which runs it as a Triton kernel.
+    `fwd` is `policy_loss_fwd` of this module, or of logits.py, which runs a Triton kernel.
     """
 
     @staticmethod

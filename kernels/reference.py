@@ -1,7 +1,7 @@
-"""Every operation in plain PyTorch with full logits: the specification, and the truth of the tests.
+"""Every operation in plain PyTorch with full logits: the specification, and the oracle of the tests.
 
-There is no cleverness here: whatever these functions and autograd return is right by definition. This file therefore
-imports nothing of what it checks. Results are fp32, or fp64 where the inputs are fp64.
+The code is simple: results of these functions and of autograd are right by definition. So this file imports nothing
+that it checks. Results are fp32, or fp64 for fp64 inputs.
 
 Shapes: N tokens, V vocabulary, D hidden, S sequences.
 """
@@ -73,7 +73,7 @@ def linear_logprob(
 
 
 def _kept(logits, temperature, top_k, top_p, min_p):
-    """Find what top-k, then top-p, then min-p keep: [R, V] bool. Equal logits stay or go together."""
+    """Return the tokens that top-k, then top-p, then min-p keep: [R, V] bool. Equal logits are treated alike."""
     ordered = logits.sort(dim=-1, descending=True).values
     floor = ordered[:, -1:]
     if 0 < top_k < logits.shape[-1]:
@@ -83,7 +83,7 @@ def _kept(logits, temperature, top_k, top_p, min_p):
         likelier = probs.cumsum(-1) - probs
         dropped = (likelier >= top_p) | (probs == 0)
         dropped[:, 0] = False  # the likeliest token stays, also where top_p is 0 in fp32
-        # Of equal logits the first decides for all of them: the least mass stands before it.
+        # The first of equal logits decides for all of them, with the least mass before it.
         floor = ordered.masked_fill(dropped, torch.inf).amin(-1, keepdim=True)
     if min_p > 0:
         floor = floor.maximum(ordered[:, :1] + temperature * math.log(min_p))
@@ -97,17 +97,18 @@ def sample(
     """Draw one token for each lane by inverting the cumulative distribution in the order of the vocabulary.
 
     Args:
-        logits: [R, V], one row a lane.
+        logits: [R, V], one row per lane.
         uniforms: [R] in [0, 1).
         temperature: Temperature of the softmax; 0 is greedy.
-        top_k: How many of the likeliest tokens stay; 0 is off.
-        top_p: A token stays while the mass of the strictly likelier ones, of what top_k kept, is below it; 1 is off.
-        min_p: Least probability of a token that stays, relative to the likeliest.
+        top_k: Number of likeliest tokens to keep; 0 is off.
+        top_p: Keep a token while the mass of strictly likelier tokens, among those that top_k kept, is below this
+            value; 1 is off.
+        min_p: Minimum probability of a kept token, relative to the likeliest; 0 is off.
 
     Returns:
         tokens [R] int64, the first whose cumulative kept probability exceeds the uniform; logps [R], their log-probs
         under the full softmax at the temperature (at temperature 1 when greedy); and kept [R], the mass that the
-        filters kept. A lane whose softmax is undefined gives 0, NaN and NaN.
+        filters kept. If the softmax of a lane is undefined: 0, NaN and NaN.
     """
     logits = logits.to(_compute_dtype(logits))
     if temperature == 0:
@@ -120,7 +121,7 @@ def sample(
         kept = probs.sum(-1)
     cumulative = probs.cumsum(-1)
     drawn = (cumulative > uniforms[:, None] * cumulative[:, -1:]) & (probs > 0)
-    last = (torch.arange(logits.shape[-1], device=logits.device) * (probs > 0)).amax(-1)  # where rounding left none
+    last = (torch.arange(logits.shape[-1], device=logits.device) * (probs > 0)).amax(-1)  # if rounding leaves none
     undefined = all_logps.isnan().any(-1)
     tokens = torch.where(drawn.any(-1), drawn.int().argmax(-1), last).masked_fill(undefined, 0)
     logps = all_logps.gather(-1, tokens[:, None])[:, 0]
@@ -134,14 +135,14 @@ def group_decode(
     """Attend from each lane to its prompt's keys and its own, with one softmax over both.
 
     Args:
-        query: [R, H, d], one row a lane.
+        query: [R, H, d], one row per lane.
         keys: [slots >= R, K, C, d], the keys of each lane's own tokens.
         values: [slots >= R, K, C, d].
-        lengths: [R] own tokens of each lane.
+        lengths: [R] number of own tokens of each lane.
         prompt_keys: [P, K, T, d], the keys of each prompt.
         prompt_values: [P, K, T, d].
-        prompt_lengths: [P] tokens of each prompt.
-        members: [P, G], the lanes of each prompt, -1 where there is none.
+        prompt_lengths: [P] number of tokens of each prompt.
+        members: [P, G], the lanes of each prompt, padded with -1.
         scale: Factor of the scores.
 
     Returns:
@@ -164,7 +165,7 @@ def group_decode(
 
 
 class _Tokens(NamedTuple):
-    """What a surrogate reads, [N] each. The ratio is at the objective's level, the log-ratio per token."""
+    """Inputs of a surrogate, [N] each. The ratio is at the objective's level, the log-ratio per token."""
 
     logps: torch.Tensor
     log_ratio: torch.Tensor
@@ -182,7 +183,7 @@ def _per_sequence(values, lengths, reduce):
 def _clip(tokens, objective):
     """s = -min(r A, clip(r) A), PPO (arXiv 1707.06347 eq. 7).
 
-    The first r is held under delta (INTELLECT-2, arXiv 2505.07291 eq. 2).
+    The first r is clamped to at most delta (INTELLECT-2, arXiv 2505.07291 eq. 2).
     """
     ratio, advantages = tokens.ratio, tokens.advantages
     clipped = ratio.clamp(1 - objective.epsilon, 1 + objective.epsilon_high)
@@ -232,7 +233,7 @@ _KL = {  # estimators from d = ref - logp: http://joschu.net/blog/kl-approx.html
 
 
 def full_kl(logits: torch.Tensor, ref_logits: torch.Tensor, *, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
-    """Compute the KL of the full distributions, with gradient to the policy's logits alone.
+    """Compute the KL of the full distributions, with gradient only to the policy's logits.
 
         KL = sum_v p_v (log p_v - log q_v),   p of the policy, q of the reference
 
@@ -253,13 +254,13 @@ def full_kl(logits: torch.Tensor, ref_logits: torch.Tensor, *, temperature: floa
 def importance_weights(
     old_logps: torch.Tensor, sampler_logps: torch.Tensor, objective: Any, lengths: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute I = exp(old - sampler) of each token or of its sequence, truncated to its bounds or 0 outside of them.
+    """Compute I = exp(old - sampler) per token or per sequence, truncated to its bounds or set to 0 outside them.
 
     Args:
         old_logps: [N] log-probs under the policy that drew the tokens.
         sampler_logps: [N] log-probs that the sampler reported. NaN counts as log-ratio 0.
-        objective: An Objective, which has the mode and the bounds.
-        lengths: [S] tokens of each sequence, needed by the modes of a sequence.
+        objective: An Objective, with mode and bounds.
+        lengths: [S] tokens of each sequence, needed by the sequence-level modes.
 
     Returns:
         I [N], without gradient.
@@ -284,18 +285,18 @@ def policy_loss(
 
         loss = sum_n w_n (I_n s_n + beta KL_n),   s_n the objective's surrogate
 
-    Sources: the clipped surrogate is PPO's (arXiv 1707.06347 eq. 7) as GRPO uses it (arXiv 2402.03300 eq. 3);
-    sequence-level ratios are GSPO's (arXiv 2507.18071 eq. 7); the KL estimators are those of
-    http://joschu.net/blog/kl-approx.html, and their product with the ratio is DeepSeek-V3.2's (arXiv 2512.02556).
+    Sources: clipped surrogate: PPO (arXiv 1707.06347 eq. 7) as in GRPO (arXiv 2402.03300 eq. 3); sequence-level ratios:
+    GSPO (arXiv 2507.18071 eq. 7); KL estimators: http://joschu.net/blog/kl-approx.html, and their product with the
+    ratio: DeepSeek-V3.2 (arXiv 2512.02556).
 
     Args:
         logps: [N] log-probs under the policy.
-        old_logps: [N] log-probs under the policy that drew the tokens, or None where the ratio is exactly 1.
-        ref_logps: [N] log-probs under the reference, or None where beta is 0, or kl is "full": `full_kl` needs logits.
+        old_logps: [N] log-probs under the policy that drew the tokens, or None if the ratio is exactly 1.
+        ref_logps: [N] log-probs under the reference, or None if beta is 0 or kl is "full": `full_kl` needs logits.
         advantages: [N].
-        weights: [N], which carry the mask and the whole aggregation.
+        weights: [N], with the mask and the whole aggregation.
         objective: A fastgrpo.Objective, or anything with its attributes.
-        lengths: [S] tokens of each sequence, in order, needed where objective.couples_tokens.
+        lengths: [S] tokens of each sequence, in order, needed if objective.couples_tokens.
         sampler_logps: [N] log-probs under the sampler, NaN where unknown, or None for no importance weights.
 
     Returns:
@@ -310,7 +311,7 @@ def policy_loss(
     importance = None if sampler_logps is None else importance_weights(old_logps, sampler_logps, objective, lengths)
     tokens = _Tokens(logps, log_ratio, ratio, advantages, importance, lengths)
     surrogate = _SURROGATES[objective.surrogate](tokens, objective)
-    if importance is not None and objective.surrogate != "vespo":  # vespo has it inside of W
+    if importance is not None and objective.surrogate != "vespo":  # vespo includes it in W
         surrogate = importance * surrogate
     kl = torch.zeros_like(logps)
     if objective.beta != 0 and objective.kl in _KL:
@@ -351,13 +352,13 @@ def logits_grpo_loss(
         ref_logps: [N] or None.
         sampler_logps: [N] or None.
         lengths: [S] or None.
-        entropy_weights: [N], the coefficient included, or None for no bonus.
+        entropy_weights: [N], including the coefficient, or None for no bonus.
         temperature: A float, or [N].
-        ref_logits: [N, V] the reference's, where objective.kl is "full"; else None.
+        ref_logits: [N, V] the reference's, if objective.kl is "full"; else None.
 
     Returns:
-        The loss, a scalar; the log-probs [N]; and the metrics of `policy_loss`, with the mean `entropy` where there is
-        a bonus.
+        The loss, a scalar; the log-probs [N]; and the metrics of `policy_loss`, with the mean `entropy` if there is a
+        bonus.
     """
     logps, entropy = logits_logprob(logits, targets, temperature=temperature, return_entropy=True)
     loss, metrics = policy_loss(logps, old_logps, ref_logps, advantages, weights, objective, lengths, sampler_logps)
@@ -387,8 +388,8 @@ def linear_grpo_loss(
         weights: [N].
         objective: As in `policy_loss`.
         bias: [V] or None.
-        logit_softcap: As in `linear_logprob`; the reference's logits have the same one.
-        ref_hidden: [N, R] the reference's hidden states, where objective.kl is "full"; else None.
+        logit_softcap: As in `linear_logprob`, also for the reference's logits.
+        ref_hidden: [N, R] the reference's hidden states, if objective.kl is "full"; else None.
         ref_weight: [V, R] the reference's head, or None.
         ref_bias: [V] or None.
         per_row: Keyword arguments of `logits_grpo_loss`.

@@ -3,17 +3,17 @@
     p_v = exp((z_v - max z) / T) / S,   S = sum_v exp((z_v - max z) / T)
     token = the first one whose cumulative kept probability exceeds u
 
-Without a filter there are two launches and one pass over the logits. `_tile_sums_kernel` gives the maximum and the sum
-of every (row, tile of the vocabulary). `_draw_kernel`, one program a row, picks a tile by these sums and reads that one
-tile again to pick the token.
+Without a filter there are two launches and one pass over the logits. `_tile_sums_kernel` computes the maximum and the
+sum of every (row, tile of the vocabulary). `_draw_kernel`, one program per row, selects a tile by these sums, and reads
+this tile again to select the token.
 
-A filter keeps the logits from a floor upwards, so equal logits stay or go together. The floor of min-p is
-max z + T log(min_p); `least_kept` finds those of top-k and top-p by torch's topk and sort. `_kept_sums_kernel` then
-sums what is kept of every (row, tile) in one more pass, and the draw is from these sums. Nothing waits for the host,
-and the launches do not depend on the data.
+A filter keeps the logits at or above a floor, so equal logits are kept or removed together. The floor of min-p is
+max z + T log(min_p). `least_kept` computes the floors of top-k and top-p with torch's topk and sort. Then
+`_kept_sums_kernel` sums the kept part of every (row, tile) in one more pass, and the draw uses these sums. There is no
+sync, and the launches do not depend on the data.
 
-Shapes: R rows of logits, V vocabulary. All arithmetic is fp32. Sums run in an order that does not depend on R, so a row
-draws the same token in any batch.
+Shapes: R rows of logits, V vocabulary. All arithmetic is fp32. The order of sums does not depend on R, so a row draws
+the same token in any batch.
 """
 
 import math
@@ -30,9 +30,9 @@ LOWEST_FLOAT = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def token_mass(z, top, scale):
-    """Return exp((z - top) / T), which is exactly 1 at the top.
+    """Return exp((z - top) / T), which is exactly 1 at z = top.
 
-    The subtraction comes before the product, so that no fused multiply-add can change it.
+    The subtraction comes before the product, so that a fused multiply-add cannot change it.
     """
     return tl.exp2((z - top) * scale)
 
@@ -48,7 +48,7 @@ def load_tile(z_ptr, tile, vocab, TILE: tl.constexpr):
 def row_masses(top_ptr, total_ptr, kept_ptr, row, n_tiles, scale, TILES: tl.constexpr):
     """Return a row's tile maxima, its maximum, its tile masses and the kept masses of its tiles.
 
-    kept_ptr is None where everything is kept.
+    kept_ptr is None without a filter.
     """
     tiles = tl.arange(0, TILES)
     places, there = row * n_tiles + tiles, tiles < n_tiles
@@ -64,7 +64,7 @@ def row_masses(top_ptr, total_ptr, kept_ptr, row, n_tiles, scale, TILES: tl.cons
 
 @triton.jit
 def _row_floor(floor_ptr, row, top, min_p_span):
-    """Return the least logit that is kept. min_p_span is -T log(min_p), inf without min-p; -inf is never kept."""
+    """Return the least kept logit. min_p_span is -T log(min_p), inf without min-p; -inf is never kept."""
     floor = tl.maximum(top - min_p_span, LOWEST_FLOAT)
     if floor_ptr is not None:
         floor = tl.maximum(floor, tl.load(floor_ptr + row))
@@ -85,7 +85,7 @@ def _tile_sums_kernel(z_ptr, z_stride, top_ptr, total_ptr, vocab, n_tiles, scale
 @triton.jit
 def _kept_sums_kernel(z_ptr, z_stride, top_ptr, floor_ptr, kept_ptr, vocab, n_tiles, scale, min_p_span,
                       TILE: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """Store the sum of exp((z - max z) / T) over the kept tokens of one tile, with max z that of the whole row."""
+    """Store the sum of exp((z - max z) / T) over the kept tokens of one tile, with the max over the whole row."""
     place = tl.program_id(0)
     row, tile = place // n_tiles, place % n_tiles
     tiles = tl.arange(0, TILES)
@@ -102,7 +102,7 @@ def _kept_sums_kernel(z_ptr, z_stride, top_ptr, floor_ptr, kept_ptr, vocab, n_ti
 def _draw_kernel(z_ptr, z_stride, uniform_ptr, top_ptr, total_ptr, floor_ptr, kept_ptr, token_ptr, logp_ptr, mass_ptr,
                  vocab, n_tiles, scale, min_p_span, GREEDY: tl.constexpr, TILE: tl.constexpr,
                  TILES: tl.constexpr):  # fmt: skip
-    """Pick the tile of one row, then the token within it. kept_ptr is None where no filter is on."""
+    """Select the tile of one row, then the token within it. kept_ptr is None without a filter."""
     row = tl.program_id(0)
     z_ptr += row.to(tl.int64) * z_stride
     tiles = tl.arange(0, TILES)
@@ -116,8 +116,8 @@ def _draw_kernel(z_ptr, z_stride, uniform_ptr, top_ptr, total_ptr, floor_ptr, ke
     else:
         kept_total = tl.sum(kept)
         limit = tl.load(uniform_ptr + row) * kept_total
-        # Only a tile with mass can be drawn. Where rounding leaves no cumulative sum above the limit, take the last one
-        # that has mass.
+        # Only a tile with mass can be drawn. If rounding leaves no cumulative sum above the limit, take the last tile
+        # with mass.
         tile = tl.min(tl.where((tl.cumsum(kept) > limit) & (kept > 0), tiles, n_tiles))
         tile = tl.minimum(tile, tl.max(tl.where(kept > 0, tiles, 0)))
         limit -= tl.sum(tl.where(tiles < tile, kept, 0.0))
@@ -137,23 +137,23 @@ def _draw_kernel(z_ptr, z_stride, uniform_ptr, top_ptr, total_ptr, floor_ptr, ke
 
 
 def _check(logits: torch.Tensor, uniforms: torch.Tensor) -> None:
-    """Raise ValueError unless the two tensors are what the kernels read."""
+    """Raise ValueError unless the kernels support the two tensors."""
     if logits.device.type == "cpu" and not launch.INTERPRET:
-        raise ValueError("sample needs CUDA tensors, got logits on the CPU; draw with plain PyTorch there")
+        raise ValueError("sample needs CUDA tensors, got logits on the CPU; use plain PyTorch on a CPU")
     if logits.ndim != 2 or logits.dtype != torch.float32 or logits.stride(-1) != 1 or 0 in logits.shape:
         raise ValueError(
-            f"logits must be fp32 [R, V] with the vocabulary contiguous and nothing empty, got {logits.dtype} "
+            f"logits must be fp32 [R, V], not empty, with a contiguous vocabulary, got {logits.dtype} "
             f"{tuple(logits.shape)} with strides {logits.stride()}"
         )
     if uniforms.shape != logits.shape[:1] or uniforms.dtype != torch.float32 or uniforms.device != logits.device:
         raise ValueError(
-            f"uniforms must be fp32 [{len(logits)}] on {logits.device}, one a row of logits, got {uniforms.dtype} "
+            f"uniforms must be fp32 [{len(logits)}] on {logits.device}, one per row of logits, got {uniforms.dtype} "
             f"{tuple(uniforms.shape)} on {uniforms.device}"
         )
 
 
 def least_kept(logits: torch.Tensor, scale: float, top_k: int, top_p: float) -> torch.Tensor | None:
-    """Return the least logit [R] that top-k and then top-p keep, or None where both are off. scale is log2(e) / T."""
+    """Return the least logit [R] that top-k and then top-p keep, or None if both are off. scale is log2(e) / T."""
     vocab = logits.shape[1]
     if top_p == 1:
         return logits.topk(top_k, dim=-1).values.amin(-1) if 0 < top_k < vocab else None
@@ -161,7 +161,7 @@ def least_kept(logits: torch.Tensor, scale: float, top_k: int, top_p: float) -> 
     masses = torch.exp2((ordered - ordered[:, :1]) * scale)
     if 0 < top_k < vocab:
         masses = masses.masked_fill(ordered < ordered[:, top_k - 1, None], 0)
-    # fp64, so that the order of a scan's sums, which torch leaves open, decides nothing
+    # fp64, so that the order of sums in a scan, which torch does not define, has no effect
     cumulative = masses.cumsum(-1, dtype=torch.float64)
     stays = (cumulative - masses < top_p * cumulative[:, -1:]) & (masses > 0)
     return ordered.masked_fill(~stays, torch.inf).amin(-1)
@@ -179,29 +179,29 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw one token from each row of logits, by inverting its cumulative distribution in vocabulary order.
 
-    The filters work in this order. top_k keeps the k likeliest tokens and those that tie with the k-th. top_p, over
-    what top_k kept and renormalized, keeps a token while the mass of the strictly likelier ones is below it. min_p
-    keeps the tokens with at least this probability relative to the likeliest one. The caller must check the ranges of
-    the four numbers, as `SamplingParams` does.
+    The filters are applied in this order. top_k keeps the k likeliest tokens and those that tie with the k-th. top_p,
+    over the renormalized rest, keeps a token while the mass of strictly likelier tokens is below it. min_p keeps tokens
+    with at least this probability relative to the likeliest one. The caller must check the ranges of the four numbers,
+    as `SamplingParams` does.
 
     Args:
-        logits: [R, V] fp32, the vocabulary contiguous.
-        uniforms: [R] fp32 in [0, 1), one draw for each row of logits.
-        temperature: T, at least 0. At 0 the first of the largest logits is taken, whatever uniforms and filters are.
-        top_k: How many tokens are kept; 0 keeps all.
-        top_p: The mass that is kept, in (0, 1]; 1 keeps all.
-        min_p: The least relative probability that is kept, in [0, 1]; 0 keeps all.
+        logits: [R, V] fp32, contiguous in V.
+        uniforms: [R] fp32 in [0, 1), one per row of logits.
+        temperature: T, at least 0. At 0 the first of the largest logits is selected, and uniforms and filters have no
+            effect.
+        top_k: Number of kept tokens; 0 keeps all.
+        top_p: Kept mass, in (0, 1]; 1 keeps all.
+        min_p: Minimum relative probability of a kept token, in [0, 1]; 0 keeps all.
 
     Returns:
-        tokens: [R] int64, the first one whose cumulative kept probability exceeds the uniform. Its probability is
-            never 0.
-        logps: [R] fp32, the token's log-prob under the full softmax at the temperature (at 1 when greedy), whatever
-            the filters cut.
-        kept: [R] fp32, the mass of that softmax which the filters kept; 1 where no filter is on.
-        A row whose softmax is undefined (NaN, +inf, or -inf alone) gives token 0, log-prob NaN and mass NaN.
+        tokens: [R] int64, the first whose cumulative kept probability exceeds the uniform. Its probability is never 0.
+        logps: [R] fp32, the token's log-prob under the full softmax at the temperature (at 1 when greedy), before
+            filters.
+        kept: [R] fp32, the mass of that softmax that the filters kept; 1 without filters.
+        A row whose softmax is undefined (NaN, +inf, or only -inf) gives token 0, log-prob NaN and mass NaN.
 
     Raises:
-        ValueError: A shape, dtype, stride or device is none of the above.
+        ValueError: A shape, dtype, stride or device differs from the above.
     """
     _check(logits, uniforms)
     assert temperature >= 0 and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1, (temperature, top_k, top_p, min_p)
