@@ -1,6 +1,5 @@
 """What autograd, autocast and torch.compile ask of the path by chunks."""
 
-import functools
 import math
 import shutil
 from dataclasses import replace
@@ -140,18 +139,11 @@ def test_autocast_changes_nothing(monkeypatch, hidden_dtype, chunk):
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("backend", "level", "chunk"),
-    [
-        ("eager", "sequence", 8),
-        slow("eager", "token", 8),
-        slow("eager", "sequence", None),
-        slow("inductor", "token", 8),
-    ],
-)
+    [("eager", "sequence", 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in
+                                 (("eager", "token", 8), ("eager", "sequence", None), ("inductor", "token", 8)))],
+)  # fmt: skip
 def test_under_torch_compile(monkeypatch, backend, level, chunk):
     """In two chunks each is traced anew."""
     if backend == "inductor" and shutil.which("g++") is None:

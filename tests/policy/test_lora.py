@@ -196,7 +196,7 @@ def test_a_wrapper_gives_its_model_and_settings():
     assert lora.is_wrapper(wrapper) and not lora.is_wrapper(wrapper.get_base_model())
     model, settings = unwrapped(wrapper, moved=False)
     assert model is wrapper.get_base_model()
-    assert settings == {"use_peft": True, "lora_r": 4, "lora_alpha": 12, "lora_target_modules": ("q_proj",)}
+    assert settings["lora_target_modules"] == ("q_proj",)
     assert base_weights(model).keys() == tiny.model().state_dict().keys()
     assert lora.taken_over(wrapper) is wrapper and model._hf_peft_config_loaded
     fill(model)  # adapters that have learned something are no reference

@@ -193,8 +193,7 @@ def test_the_built_in_flash_attention_takes_these_arguments():
     assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, value.shape]
 
 
-@pytest.fixture
-def stand_in(monkeypatch):
+def test_the_call_of_flash_attn(monkeypatch):
     """flash-attn 2.7's two functions, with its signatures, computed by plain products."""
 
     def of(cu_q, cu_k, causal):
@@ -228,9 +227,6 @@ def stand_in(monkeypatch):
     interface._flash_attn_varlen_backward = _flash_attn_varlen_backward
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
-
-
-def test_the_call_of_flash_attn(stand_in, monkeypatch):
     parts, visible = prompts_and_branches()
     tensors = inputs(len(visible))
     expected, _, grad, gradients = of_softmax(tensors, visible)

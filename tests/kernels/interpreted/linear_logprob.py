@@ -15,14 +15,13 @@ from fastgrpo.kernels import launch
 
 EVERYTHING = {"bias": True, "temperature": "row", "softcap": 5.0, "scale": 3.0}
 RAGGED, ROW, TILES = (37, 24, 101), (1, 16, 33), (16, 19, 64)  # the last: whole tiles, a depth that no bulk copy takes
-SLOW = [(RAGGED, {"bias": True}), (RAGGED, {"temperature": 0.7}), (RAGGED, {"temperature": "row"}), (TILES, {})]
 
 
 @pytest.mark.parametrize(
     ("shape", "options"),
-    [(RAGGED, {}), (RAGGED, EVERYTHING), (ROW, EVERYTHING), (TILES, {"softcap": 5.0}),
-     *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str,
-)  # fmt: skip
+    [(RAGGED, {}), (RAGGED, EVERYTHING), (ROW, EVERYTHING), (TILES, {"softcap": 5.0})],
+    ids=str,
+)
 def test_logprob_in_fp32(shape, options):
     head = random_head(*shape, **options)
     for entropy in (False, True):
