@@ -6,6 +6,7 @@ Invariants:
 - A process that exceeds its limit or dies is killed with all its children.
 - A death costs one call. Other calls of the job are repeated, each alone; a call fails at its second death.
 - Each call has its own seed, so results depend neither on the number of workers nor on the order of finishing.
+- Bytes that a function writes to the pipe of its process count as its death: each message carries a random token.
 - No process outlives the trainer, even after SIGKILL: a shell per worker waits for the end of a pipe and kills the
   group.
 
@@ -14,6 +15,7 @@ The process imports only the standard library, so it starts in a tenth of a seco
 
 import asyncio
 import contextlib
+import ctypes
 import inspect
 import json
 import os
@@ -49,6 +51,7 @@ GRACE = 5.0  # seconds for a worker's event loop to cancel late calls, before it
 DIED = "the process that ran it died"
 TRIES = 2  # deaths of processes until a call fails
 TIMED_OUT = object()  # the result of a call that exceeded its limit
+TOKEN = 8  # bytes of the token of a process
 STARTS = 5  # deaths in a row during the import, until the pool gives up
 _REMEDY = "leave --reward_workers and --reward_timeout out to run them in this one"
 
@@ -85,14 +88,6 @@ class _Job:
         for result in self.results:
             if not result.done():
                 result.set_exception(value) if isinstance(value, Exception) else result.set_result(value)
-
-
-class _Late(Exception):
-    """The process did not answer within its limit."""
-
-
-class _Died(Exception):
-    """The process ended."""
 
 
 class Pool:
@@ -162,8 +157,8 @@ class _Worker(threading.Thread):
         """Run a job. If its process is late or dies, run the remaining calls again."""
         try:
             self.attempt(job)
-        except (_Late, _Died) as end:
-            code, late, left = self.kill(), isinstance(end, _Late), job.left()
+        except (EOFError, TimeoutError) as end:
+            code, late, left = self.kill(), isinstance(end, TimeoutError), job.left()
             if len(left) > 1 or (not late and tries > 1):  # one of several calls caused it
                 for one in left:
                     self.make(one, TRIES if len(left) > 1 else tries - 1)
@@ -179,7 +174,7 @@ class _Worker(threading.Thread):
         try:
             self.connection.send((new, job.function, job.together, job.calls, job.seed, job.limit))
         except OSError:
-            raise _Died from None
+            raise EOFError from None
         except Exception as error:  # whatever pickling the columns of a row raises
             job.settle(Failure(None, f"{type(error).__name__}: a row cannot be sent to a process: {error}"))
             return
@@ -199,18 +194,27 @@ class _Worker(threading.Thread):
                 return
 
     def receive(self, ends):
-        """Wait for a message."""
-        seconds = None if ends is None else max(ends - time.monotonic(), 0.0)
-        # The process may be dead while a child that it forked keeps the pipe open.
-        ready = wait([self.connection, self.end, self.pool.ear], seconds)
-        if self.pool.ear in ready:
-            raise CancelledError
-        try:
-            if self.connection.poll():
-                return self.connection.recv()
-        except (EOFError, OSError):
-            raise _Died from None
-        raise _Died if ready else _Late
+        """Wait for a message: 4 bytes with its length, the token, and what was pickled.
+
+        Raise EOFError where the process died or wrote something else, and TimeoutError after `ends`.
+        """
+        data = self.received
+        while data[4 : 4 + TOKEN] == self.token[: max(len(data) - 4, 0)]:
+            end = 4 + int.from_bytes(data[:4], "big")
+            if len(data) >= max(end, 4 + TOKEN):
+                self.received = data[end:]
+                return pickle.loads(data[4 + TOKEN : end])
+            new, seconds = b"", None if ends is None else max(ends - time.monotonic(), 0.0)
+            # The process may be dead while a child that it forked keeps the pipe open.
+            ready = wait([self.connection, self.end, self.pool.ear], seconds)
+            if self.pool.ear in ready:
+                raise CancelledError
+            with contextlib.suppress(ConnectionError):
+                new = os.read(self.connection.fileno(), 1 << 20) if self.connection in ready else b""
+            if not new:
+                raise EOFError if ready else TimeoutError
+            data += new
+        raise EOFError
 
     def open(self):
         """Start a process, and wait until it has imported the functions."""
@@ -218,9 +222,9 @@ class _Worker(threading.Thread):
             self.kill()
             self.spawn()
             try:
-                self.connection.send(self.pool.start)
+                self.connection.send((self.token, self.pool.start))
                 kind, _, value = self.receive(time.monotonic() + START_LIMIT)
-            except (OSError, _Died, _Late):
+            except (OSError, EOFError):
                 code = self.kill()
                 continue
             if kind == "broken":
@@ -245,6 +249,7 @@ class _Worker(threading.Thread):
         self.guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
         # Last: where one of these fails, `here` closes, so the process ends by itself, and there is nothing to kill.
         self.connection, self.state, self.process = Connection(here.detach()), None, process
+        self.token, self.received = os.urandom(TOKEN), bytearray()
 
     def kill(self):
         """Kill the process and all its children, also in other sessions. Return how it ended."""
@@ -295,12 +300,19 @@ _starting = False  # whether this process is a worker that imports its functions
 def _serve(descriptor):
     """Run jobs until the trainer closes the pipe, which raises. A reply is (kind, call, value)."""
     connection = Connection(descriptor)
+    with contextlib.suppress(OSError, AttributeError):  # grandchildren whose parent ended become ours, and die with us
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    token, start = connection.recv()
+
+    def reply(*message):
+        connection.send_bytes(token + pickle.dumps(message))
+
     try:
-        functions = _load(*connection.recv())
+        functions = _load(*start)
     except BaseException as error:  # whatever a module does while it is imported
-        connection.send(("broken", 0, described(error)))
+        reply("broken", 0, described(error))
         return
-    connection.send(("ready", 0, None))
+    reply("ready", 0, None)
     folder, state = os.getcwd(), None
 
     def answer(call, value):
@@ -308,19 +320,19 @@ def _serve(descriptor):
             sent = pickle.dumps(value)
         except Exception as error:  # PicklingError, TypeError, or what the user's own class raises
             sent = pickle.dumps(Failure(None, f"{type(error).__name__}: its result cannot leave its process: {error}"))
-        connection.send(("done", call, sent))
+        reply("done", call, sent)
 
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as loop:
         while True:
             new, which, together, calls, seed, limit = connection.recv()
             state = state if new is None else new[0]
-            connection.send(("began", 0, None))
+            reply("began", 0, None)
             _seed(seed)
             if together:
                 loop.run(_call_all(functions[which], calls, state, limit, answer))
             else:
                 answer(0, _call(functions[which], calls[0], state, loop))
-            connection.send(("end", 0, None))
+            reply("end", 0, None)
             os.chdir(folder)
 
 

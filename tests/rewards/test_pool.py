@@ -97,6 +97,18 @@ def test_a_batch_that_takes_too_long_ends_no_run(tmp_path):
     assert judged.timeouts == {"endless": 1} and not rewards.warned
 
 
+def test_bytes_that_a_function_writes_to_the_pipe_cost_its_call():
+    judged = judge([pool_rewards.scribbles], ["fine", "half", "other", "long", "fine"])
+    assert str(rewards_of(judged, "scribbles")) == "[1.0, nan, nan, nan, 1.0]" and judged.errors == {"scribbles": 3}
+
+
+def test_a_process_whose_parent_ended_is_killed_too(tmp_path):
+    with Rewards(pool_rewards.daemon, timeout=0.5, workers=1) as rewards:
+        rewards(completions(str(tmp_path / "pid")))
+    awaited((tmp_path / "pid").exists)
+    awaited(lambda: is_gone((tmp_path / "pid").read_text()))
+
+
 def test_a_death_costs_one_call_and_one_try(tmp_path):
     judged = judge([pool_rewards.deadly, pool_rewards.blocks], ["fine", f"die once {tmp_path / 'died'}", "die", "fine"])
     assert str(rewards_of(judged, "deadly")) == str(rewards_of(judged, "blocks")) == "[1.0, 1.0, nan, 1.0]"

@@ -1,6 +1,7 @@
 """Reward functions for the tests of the pool: processes import them from here. What each does, its completions say."""
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -43,6 +44,23 @@ def endless(completions, **_):
         path.with_suffix(".part").rename(path)
         time.sleep(100_000)
     return [1.0]
+
+
+def scribbles(completions, **_):
+    """Writes to every pipe that its process inherited: half a message, or what is none."""
+    text = {"half": b"\x00\x00\x01", "other": b"x" * 100, "long": b"\x00\x00\x00\x05" * 9}.get(completions[0], b"")
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, text)
+    return [1.0]
+
+
+def daemon(completions, **_):
+    """Never ends, and leaves a process in another session whose parent has ended."""
+    path = Path(completions[0])
+    script = f"sleep 100000 & echo $! > {path}.part && mv {path}.part {path}"
+    subprocess.Popen(["sh", "-c", script], start_new_session=True).wait()
+    time.sleep(100_000)
 
 
 def deadly(completions, **_):
