@@ -17,26 +17,23 @@ A setting has one name everywhere: `GRPOConfig(beta=0.04)` in Python, `--beta 0.
 `beta: 0.04` in the YAML file of `--config FILE`. In the tables, N is the value of the setting. On the command line,
 write booleans as True or False, and lists with spaces (`--reward_weights 1 0.5`).
 
-A flag overrides the file. The file overrides the recipe of the task, such as `fastgrpo/recipes/arithmetic.yaml`. The
-recipe overrides the default in the tables. `python -m fastgrpo.train --task NAME --help-all` prints the defaults of a
-task with its recipe.
+A flag overrides the file, the file overrides the recipe of the task (`fastgrpo/recipes/TASK.yaml`), and the recipe
+overrides the default in the tables. `python -m fastgrpo.train --task TASK --help-all` prints the defaults of a task.
 
-If the condition of a setting does not hold, the setting has no effect, and changing it raises an error.
+If a setting has a condition that does not hold, changing it raises an error.
 
-The last column says whether a setting can change when a run resumes:
+When a run resumes, another value of a setting raises an error, with these exceptions:
 
-- *same*: a change raises an error.
-- *free*: the setting can change, and the result stays the same.
-- *inexact*: the setting can change, with a warning. The result then differs from that of an uninterrupted run.
-- *by value*: some changes are possible, with a warning (*inexact*); the others raise an error. `rollout_backend` can
-  change between fast and eager, and `ref_storage` between None and cpu. In `reward_model_kwargs`, only the device can
-  change.
-
-`parallel` and the number of processes can also change, with a warning: weights and optimizer state are the same, and
-later sums differ by rounding.
+- These can change: {free}.
+- These can change, with a warning that the run is no longer bit-identical to an uninterrupted one: {inexact}.
 """
-BY_VALUE = ("rollout_backend", "ref_storage", "reward_model_kwargs")
-WARNED = ("parallel",)  # `restore` warns of a change
+# Settings of which only some values can change on resume, and what can change.
+BY_VALUE = {
+    "rollout_backend": "`rollout_backend` between fast and eager",
+    "ref_storage": "`ref_storage` between None and cpu",
+    "reward_model_kwargs": "the device in `reward_model_kwargs`",
+    "parallel": "`parallel`, and the number of processes",
+}
 FROM_TRL = """# Coming from TRL
 
 This page covers `trl.GRPOConfig` of TRL 1.16. To run a TRL script, change its import:
@@ -73,8 +70,8 @@ Settings with TRL's name, meaning and default:
 
 Settings with TRL's name, and another default or a difference in meaning:
 
-| argument | default in TRL | default here | difference |
-|----------|----------------|--------------|------------|
+| argument | difference |
+|----------|------------|
 """
 TRANSLATED_INTRODUCTION = """## Translated
 
@@ -136,10 +133,7 @@ DIFFERS = [
     ("`trainer.accelerator` exists", "does not exist; use `is_world_process_zero()`"),
     ("`tools`, `environment_factory`, `rollout_func` and `use_vllm` exist", "an error that names the argument"),
 ]
-HEADER = (
-    "| flag | default | meaning | allowed | condition | on resume |\n"
-    "|------|---------|---------|---------|-----------|-----------|"
-)
+HEADER = "| flag | default | meaning | allowed |\n|------|---------|---------|---------|"
 
 # Sections -> a text below their title.
 NOTES = {
@@ -151,7 +145,16 @@ NOTES = {
 
 def page() -> str:
     """Return the page of all settings."""
-    return "\n\n".join([INTRODUCTION.rstrip(), *map(_table, sections())]) + "\n"
+    names = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in BY_VALUE]
+    free, inexact = (_listed(name for name in names if on_resume(name) == rule) for rule in ("free", "inexact"))
+    text = INTRODUCTION.format(free=free, inexact=", ".join([inexact, *BY_VALUE.values()]))
+    introduction = "\n".join(map(_item, text.splitlines()))
+    return "\n\n".join([introduction, *map(_table, sections())]) + "\n"
+
+
+def _item(line):
+    """Wrap a line of the introduction if it is an item with a list of names."""
+    return textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False) if line.startswith("- ") else line
 
 
 def sections() -> list[type]:
@@ -166,11 +169,9 @@ def _table(section):
 
 def _row(section, field):
     meaning, limits = field.metadata["help"], allowed(hints(section)[field.name])
-    condition, _ = CONDITIONS.get(field.name, ("", None))
-    rule = "by value" if field.name in BY_VALUE else "inexact" if field.name in WARNED else on_resume(field.name)
-    if section is SelectionConfig:
-        rule = ""  # distill does not resume
-    cells = (f"`--{field.name}`", _value(field.default), meaning, limits, condition, rule)
+    if field.name in CONDITIONS:
+        meaning += f" Condition: {CONDITIONS[field.name][0]}."
+    cells = (f"`--{field.name}`", _value(field.default), meaning, limits)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -187,11 +188,11 @@ def from_trl() -> str:
     ours = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
     theirs = {name: _value(OTHER_DEFAULTS.get(name, default)) for name, default in ours.items()}
     plain = [name for name, text in SAME.items() if not text and theirs[name] == _value(ours[name])]
-    same = [
-        f"| `{name}` | {theirs[name]} | {_value(ours[name])} | {text} |"
-        for name, text in SAME.items()
-        if name not in plain
-    ]
+    same = {}  # difference -> names
+    for name in (name for name in SAME if name not in plain):
+        default = f"Default: {_value(ours[name])} (TRL: {theirs[name]}). " if theirs[name] != _value(ours[name]) else ""
+        same.setdefault(default + SAME[name], []).append(name)
+    rows = [f"| {_listed(names)} | {text.strip()} |" for text, names in same.items()]
     groups = [
         (introduction, "\n".join(f"| {_names(row[0].split())} | {row[-1]} |" for row in rows))
         for introduction, rows in (
@@ -203,7 +204,7 @@ def from_trl() -> str:
     parts = [
         FROM_TRL,
         DIFFERENCES + differs + "\n",
-        SAME_INTRODUCTION.format(_wrapped(_listed(plain))) + "\n".join(same) + "\n",
+        SAME_INTRODUCTION.format(_wrapped(_listed(plain))) + "\n".join(rows) + "\n",
     ]
     return "\n".join([*parts, *(f"{introduction}{rows}\n" for introduction, rows in groups), _wrapped(older) + "\n"])
 

@@ -199,19 +199,19 @@ multi_objective_aggregation loss_type mask_truncated_completions sync_ref_model 
 use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target off_policy_mask_threshold
 use_bias_correction_kl report_to warmup_steps
 """
-_COUNT = "If a batch argument is set: counts updates, and "
+_COUNT = "With batch arguments: counts updates, "
 # Others of the same name -> what differs from TRL.
 SAME = {**dict.fromkeys(_PLAIN.split(), ""),
     "output_dir": "None creates a folder in runs/. If the folder contains a run, set overwrite_output_dir or "
     "resume_from_checkpoint.",
-    "max_steps": _COUNT + "must be a multiple of the updates per step.",
-    "ref_model_sync_steps": _COUNT + "must be a multiple of the updates per step.",
-    "logging_steps": _COUNT + "is rounded up to whole steps.",
-    "eval_steps": _COUNT + "is rounded up to whole steps.",
-    "save_steps": _COUNT + "is rounded up to whole steps, or to a multiple of eval_steps for metric_for_best_model.",
-    "gradient_checkpointing": "auto is True on a CPU, and on a GPU if the activations do not fit into its memory.",
+    "max_steps": _COUNT + "a multiple of the updates per step.",
+    "ref_model_sync_steps": _COUNT + "a multiple of the updates per step.",
+    "logging_steps": _COUNT + "rounded up to whole steps.",
+    "eval_steps": _COUNT + "rounded up to whole steps.",
+    "save_steps": _COUNT + "rounded up to whole steps; with metric_for_best_model, to a multiple of eval_steps.",
+    "gradient_checkpointing": "auto is True on a CPU, and on a GPU if activations do not fit.",
     "use_liger_kernel": "None uses its layers on a GPU if it is installed. The loss always has its own fused kernel.",
-    "disable_tqdm": "None means False.",
+    "disable_tqdm": "None is taken as False.",
     "log_completions": "True also writes all completions to samples.jsonl.",
     "num_completions_to_print": "Prints the first N; TRL prints N at random.",
     "eval_on_start": "If eval_strategy is set, the default is False.",
@@ -219,7 +219,7 @@ SAME = {**dict.fromkeys(_PLAIN.split(), ""),
     "eval_reward), and raises an error with EarlyStoppingCallback.",
     "epsilon_high": "cispo needs a value of at least 1.",
     "importance_sampling_level": "luspo needs `sequence`.",
-    "reward_weights": "None gives each function a weight of 1.",
+    "reward_weights": "None or empty gives each function a weight of 1.",
     "scale_rewards": "Also takes True (group) and False (none).",
     "top_entropy_quantile": "A share of the tokens of an update. In TRL: of a micro-batch over all processes.",
 }

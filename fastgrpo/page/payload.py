@@ -240,7 +240,7 @@ def _seconds(run, steps):
     if total is None:
         return None
     parts = [f"{duration(in_steps)} of it in steps" if run.finished else "in steps"] if in_steps else []
-    parts += [f"{in_steps / steps:.3g} s a step"] if in_steps and steps else []
+    parts += [f"{in_steps / steps:.3g} s per step"] if in_steps and steps else []
     return "Time", duration(total), ", ".join(parts)
 
 

@@ -32,8 +32,8 @@ CHECKS = (
         "zero loss",
         lambda v, args: abs(v["loss"]) < 1e-4 and v["frac_informative"] > 0 and v["grad_norm"] > 0,
         1,
-        "note: a loss near 0 is right on the first update of a rollout: all ratios are 1 and the advantages of a group "
-        "add up to 0, but the gradient is not 0 (see grad_norm). Watch reward and accuracy instead of the loss",
+        "note: a loss near 0 is expected on the first update of a rollout: all ratios are 1 and the advantages of a "
+        "group add up to 0, but the gradient is not 0 (see grad_norm). Watch reward and accuracy instead of the loss",
     ),
     Check(
         "no rewards",
@@ -61,8 +61,8 @@ CHECKS = (
         "refills run out",
         lambda v, args: v["dynamic_sampling/filled_groups"] > 0,
         5,
-        "warning: in each of the last 5 steps, dynamic_sampling batches were drawn before prompts_per_step groups had "
-        "rewards that differ, so the step also trained on groups that teach nothing. Raise dynamic_sampling, "
+        "warning: in each of the last 5 steps, dynamic_sampling batches did not give prompts_per_step groups with "
+        "different rewards, so the step also used groups with equal rewards. Raise dynamic_sampling, "
         "num_generations or temperature, or choose prompts that the policy solves sometimes but not always",
     ),
     Check(

@@ -75,7 +75,7 @@ class Terminal:
         total = f"/{self.total}" if self.total else ""
         cells = [f"step {step:>{max(1, len(total) - 1)}}{total}"]
         cells += [f"{name} {value:<8.3g}" for name, value in values.items()]
-        cells += [] if seconds is None else [f"{seconds:.3g} s a step"]
+        cells += [] if seconds is None else [f"{seconds:.3g} s per step"]
         left = self.seconds_left()
         if not self._live() and left:  # a visible bar shows this
             cells.append(f"{duration(left)} left")

@@ -79,7 +79,7 @@ def test_the_figures_of_a_finished_run(tmp_path):
         "Tokens": "1.23 million", "Time": "1 h 5 min", "Peak memory": "1.26 GiB",
     }  # fmt: skip
     assert found["Held-out accuracy"][1] == "95%: 0.200 to 0.400 → 0.400 to 0.600"
-    assert found["Time"][1] == "2 s of it in steps, 0.5 s a step"
+    assert found["Time"][1] == "2 s of it in steps, 0.5 s per step"
 
 
 def test_the_figures_of_a_run_that_goes_on(tmp_path):
@@ -89,7 +89,7 @@ def test_the_figures_of_a_run_that_goes_on(tmp_path):
     found = figures(run)
     assert found["Held-out accuracy"] == ("0.500", "at step 2 95%: 0.400 to 0.600")
     assert found["Steps"][0] == "4" and found["Steps"][1].startswith("of 100; not finished")
-    assert found["Time"] == ("2 s", "in steps, 0.5 s a step") and found["Peak memory"] == ("2 GiB", "")
+    assert found["Time"] == ("2 s", "in steps, 0.5 s per step") and found["Peak memory"] == ("2 GiB", "")
     assert {row["label"]: row["value"] for row in about(run)} == {
         "task": "arithmetic", "model": "the task's own small model", "training": "GRPO with the loss dapo",
         "rewards": "a, b", "seed": "0",

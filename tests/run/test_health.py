@@ -169,7 +169,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, capsys):
     assert all(row["loss"] == row["loss"] and row["grad_norm"] > 0 for row in (rows[0], rows[2], rows[3]))
     out = capsys.readouterr().out
     assert "step 2: warning: the loss or the gradient was not finite, so the update was skipped" in out
-    assert out.count("a loss near 0 is right on the first update of a rollout") == 1
+    assert out.count("a loss near 0 is expected on the first update of a rollout") == 1
 
 
 @pytest.mark.parametrize("idle", [False, True])

@@ -108,7 +108,7 @@ def test_advice_is_given_once_in_all_lives_of_a_run(tmp_path, capsys):
     stopped(tmp_path, 5, **settings)
     go_on(tmp_path, **settings)
     said = capsys.readouterr().out
-    assert said.count("a loss near 0 is right") == 1 and said.count("warning: more than half") == 1
+    assert said.count("a loss near 0 is expected") == 1 and said.count("warning: more than half") == 1
 
 
 def test_a_finished_run_stays_as_it_is(whole):
