@@ -1,10 +1,10 @@
 """The ranks of a run: one process per GPU, started by torchrun or `accelerate launch`.
 
-All ranks make the same decisions: they read the same rows, and get the completions of all ranks. Only drawing, judging,
+All ranks take the same steps: they read the same rows, and get the completions of all ranks. Only drawing, judging,
 forward and backward passes are split.
 
 A rank that fails writes its error to a key of the shared store, to stderr and to torchrun's error file, in this order,
-and exits. The others notice the broken connection (or torch's timeout), read the key, and exit with one line. torchrun
+and exits. The others detect the broken connection (or torch's timeout), read the key, and exit with one line. torchrun
 kills ranks that hang in NCCL after 30 s. `monitored_barrier` names a missing rank.
 """
 

@@ -68,7 +68,7 @@ def joined(parts: Sequence[Rows]) -> Rows:
     return Rows([row for part in parts for row in part], lambda n: places[n][0].where(places[n][1]))
 
 
-def as_rows(data: Any, name: str, limit: int | None = None, setting: str = "a list in its place") -> Rows:
+def as_rows(data: Any, name: str, limit: int | None = None, setting: str = "a list instead") -> Rows:
     """Convert a data set given in Python to `Rows`. Raise a ValueError that names it if it cannot be read."""
     if isinstance(data, Rows):
         return data

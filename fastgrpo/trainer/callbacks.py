@@ -103,14 +103,14 @@ class Callbacks:
                 f"metric_for_best_model={metric!r} is a training metric, but EarlyStoppingCallback would read "
                 f"eval_{metric}; set metric_for_best_model='eval_{metric}'"
             )
-        self.decide = self.ranks.any(bool(self.handler.callbacks), "whether there are callbacks")
+        self.decide = self.ranks.any(bool(self.handler.callbacks), "the check for callbacks")
         self.call("on_train_begin")
 
     def any_handles(self, event: str) -> bool:
         """Return whether any callback on any rank handles an event. All ranks must call this together."""
         mine = getattr(TrainerCallback, event)
         handles = any(getattr(type(callback), event) is not mine for callback in self.handler.callbacks)
-        return self.ranks.any(handles, f"whether a callback has an {event}") if self.decide else handles
+        return self.ranks.any(handles, f"the check for callbacks with {event}") if self.decide else handles
 
     def call(self, event: str, **values: Any) -> None:
         """Call an event of all callbacks."""

@@ -331,7 +331,7 @@ class GRPOTrainer:
         how = f"--resume_from_checkpoint auto --output_dir {self.log.dir}"
         self.log.terminal.last(f"stopped after step {stopped_after}; continue with {how}")
         # When the first rank exits, torchrun kills the others, which may still be writing.
-        self.ranks.meet("the end of the others")
+        self.ranks.meet("the end of the other ranks")
         stop.leave()
 
     def _run(self, stop):
@@ -348,7 +348,7 @@ class GRPOTrainer:
         log.terminal.progress(self.state.max_steps, self.title, done=self.state.global_step)
         epoch = None  # the epoch for which on_epoch_begin was called
         while True:
-            callbacks.agree(f"what the callbacks want before step {self.state.global_step + 1}")
+            callbacks.agree(f"the flags of the callbacks before step {self.state.global_step + 1}")
             self.checkpoints.check()
             if not self._stopping(stop):
                 self._evaluate_if_due()
@@ -369,7 +369,7 @@ class GRPOTrainer:
             callbacks.call("on_step_begin")
             values = self.step()
             callbacks.call("on_step_end")
-            callbacks.agree(f"what the callbacks want after step {step + 1}")
+            callbacks.agree(f"the flags of the callbacks after step {step + 1}")
             last = step + 1 == self.state.max_steps or callbacks.control.should_training_stop
             line = log.step(step + 1, values, last=last or callbacks.control.should_log)
             log.terminal.advance(**self._shown(values))
@@ -525,7 +525,7 @@ class GRPOTrainer:
             if values is None:
                 return
             self.callbacks.note_best(values)
-            self.callbacks.agree(f"what the callbacks want after the evaluation of step {step}")
+            self.callbacks.agree(f"the flags of the callbacks after the evaluation of step {step}")
             first = setup.prefixes(self.held_out, "eval")[0]
             if f"{first}/accuracy" in values:
                 state.accuracy_after = values[f"{first}/accuracy"]

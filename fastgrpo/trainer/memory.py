@@ -126,7 +126,7 @@ class MemoryPlan:
             return
         time, _, parts = self._peak(certain=True)
         parts = sorted((part for part in parts if part.bytes), key=lambda part: -part.bytes)
-        group = f"keys and values of one group {gib(self.one_group)}, within {self.share:g} of what is left"
+        group = f"keys and values of one group {gib(self.one_group)}, within {self.share:g} of the remaining memory"
         saved = {flag: self.least - count for flag, count in self.instead.items()}
         remedies = [
             f"{flag} saves {gib(saved[flag])}" + ", which is enough" * (self.instead[flag] <= self.room)

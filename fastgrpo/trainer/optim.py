@@ -84,7 +84,7 @@ class MasterAdamW:
         whole = []
         if not self.sharded:
             mine = [master.grad is not None for master in self.masters]
-            used = map(any, zip(*ranks.gather(mine, "which weights have gradients"), strict=True))
+            used = map(any, zip(*ranks.gather(mine, "the list of weights with gradients"), strict=True))
             whole = [master for master, has_gradient in zip(self.masters, used, strict=True) if has_gradient]
         for master in whole:
             if master.grad is None:
