@@ -16,7 +16,7 @@ keys first; log-sum-exps are fp32 [splits, R, H], and -inf where a split holds n
 
 Partial outputs are fp32: with bf16 the result would be rounded twice, with 1.41 times the error (emulated over 2 to 8
 splits; 1.1 times is allowed). They are small: 3.5 KiB per lane and split at 14 heads of 64, compared with 512 KiB of
-keys and values at a context of 1,024 tokens, and the merge reads them from the L2 cache.
+keys and values at a context of 1,024 tokens. The merge reads them from the L2 cache.
 """
 
 import torch

@@ -8,8 +8,8 @@
 2. Exponentials: E_v = exp((y_v - c) / T), stored in bf16, which has enough exponent range. Their sums over each
    vocabulary tile are fp32.
 3. Reduce: S, the sum of E_v over v != t, in fixed order. Then logp = -log1p(S) and p_v = E_v / (S + 1).
-4. Guard: a row whose S reaches 2^86 (its target is 60 nats below the maximum) gets its maximum as the anchor, in two
-   passes that return immediately if no row is flagged.
+4. Guard: a row whose S reaches 2^86 (its target is 60 nats below the other tokens) is flagged, and its maximum becomes
+   the anchor. This takes two passes, which return immediately if no row is flagged.
 5. Finish: compute `RowStats`, and set the target's entry of E to -S. Then dz_v = v E_v for v = -g / (S + 1): the
    product of the forward is the operand of the backward.
 6. Gradients, by cuBLAS: dH = v (E W), dW = E^T (v H), dbias = E^T v. With the forward, three products.

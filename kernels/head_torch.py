@@ -48,8 +48,8 @@ def mm_fp32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -
 def weight_blocks(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield a weight in blocks of rows cast to a dtype, or as one block if it has that dtype.
 
-    A full copy would take twice the memory of a 16-bit weight. On a CPU it would also be written to memory and read
-    back, which takes several times as long as the product with the few rows of a decode step.
+    A full copy would take twice the memory of a 16-bit weight. On a CPU, writing it to memory and reading it back also
+    takes several times as long as the product with the few rows of a decode step.
     """
     step = max(1, CAST_BYTES // (4 * weight.shape[1])) if weight.device.type == "cpu" else CAST_ROWS
     step = len(weight) if weight.dtype == dtype else step
@@ -236,8 +236,8 @@ def softmax_(
 
         logp = z_t - log sum_v e^z_v,   H = -sum_v p_v log p_v
 
-    For a sharded vocabulary, the maxima are all-reduced, then the logits of the targets (0 on other ranks) together
-    with the sums, then the sums of the entropy.
+    For a sharded vocabulary there are three all-reduces: of the maxima; of the sums and the targets' logits (0 on other
+    ranks); and of the sums for the entropy.
 
     Args:
         z: [n, V] logits divided by the temperature, overwritten with the probabilities.

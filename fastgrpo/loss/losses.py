@@ -62,9 +62,9 @@ class GRPOLossOutput:
     The metrics are scalars: `policy_loss` (without KL and bonus), `kl`, `ratio/mean`, `ratio/max`,
     `clip_ratio/low_mean`, `clip_ratio/high_mean`, and `active_tokens`, the number of active rows. `entropy` is present
     on request or with an entropy bonus. sampler_logps add `sampling/importance_sampling_ratio/{min,mean,max}` of the
-    applied weights, and `sampling/sampling_logp_difference/{mean,max}` of |old - sampler|, NaNs excluded. A
-    backward_tolerance adds, if there is a gradient, `head/kept_columns`, the share of the vocabulary that the backward
-    keeps, and `head/dropped_mass`, the largest share of 1 - p_target that a row drops.
+    applied weights, and `sampling/sampling_logp_difference/{mean,max}` of |old - sampler|, NaNs excluded. If there is a
+    gradient, a backward_tolerance adds `head/kept_columns` and `head/dropped_mass`. The first is the share of the
+    vocabulary that the backward keeps, the second the largest share of 1 - p_target that a row drops.
 
     Attributes:
         loss: Scalar, fp32 (fp64 for fp64 inputs). The only field that carries gradient.

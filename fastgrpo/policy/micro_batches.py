@@ -16,9 +16,9 @@ from fastgrpo.ranks import ALONE, Ranks
 def micro_batches(samples: Sequence[Sample], max_tokens: int, share_prompt: bool = True) -> list[list[int]]:
     """Split samples into micro-batches of at most `max_tokens` inputs, and return the sample indices of each.
 
-    Samples that share a prompt count it once and stay in one micro-batch. Such a group is split only if it exceeds
-    `max_tokens`, or if it fits into no micro-batch and there is already one more than the minimum for all tokens. If
-    all samples fit, they are one micro-batch in their order.
+    Samples that share a prompt count it once and stay in one micro-batch. Such a group is split if it exceeds
+    `max_tokens`. It is also split if it fits into no micro-batch, and there is already one more than all tokens need.
+    If all samples fit, they are one micro-batch in their order.
     """
     groups, start = [], 0
     for group in prompt_groups(samples, share_prompt):

@@ -167,8 +167,8 @@ class Lanes:
     def take(self, lanes: torch.Tensor) -> list[tuple[list[int], torch.Tensor, torch.Tensor | None]]:
         """Copy completions to the host, and set `spoilt` if a log-prob is not finite.
 
-        Returns for each lane its token ids, their fp32 log-probs, and the probability mass that the filters kept at
-        each draw, or None if it was not recorded.
+        Returns for each lane its token ids, their fp32 log-probs, and the probability mass that the filters kept. The
+        latter is None if it was not recorded.
         """
         lengths = self.length[lanes].tolist()
         longest = max(lengths)

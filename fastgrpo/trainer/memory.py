@@ -155,8 +155,8 @@ def activation_bytes(
 ) -> tuple[int, int, int]:
     """Compute an upper bound on the bytes of a micro-batch's activations.
 
-    Returns the bytes that the layers keep for the backward pass, the bytes that the last norm and the head hold until
-    then, and the bytes that the backward pass of one layer adds (with gradient checkpointing, its activations too).
+    Returns three numbers. The first is kept by the layers for the backward pass. The second is held by the last norm
+    and the head until then. The third is added by the backward of one layer, with its recomputed activations.
     """
     config, b = model.config.get_text_config(), dtype.itemsize
     h, layer = config.hidden_size, _layer_bytes(model, b, fused)
