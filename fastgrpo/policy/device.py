@@ -22,9 +22,9 @@ def choose_device(name: str = "auto", setting: str = "device") -> torch.device:
     except RuntimeError:
         raise ValueError(f"{setting} must be cuda, cuda:N, cpu or auto, got {name!r}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"{setting} is {name!r}, but torch sees no CUDA device; use cpu")
+        raise ValueError(f"{setting}={name!r} needs a GPU, but torch sees no CUDA device; use cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"{setting} is {name!r}, but torch sees {torch.cuda.device_count()} CUDA device(s)")
+        raise ValueError(f"{setting}={name!r} does not exist: torch sees {torch.cuda.device_count()} CUDA device(s)")
     return device
 
 

@@ -178,7 +178,7 @@ def test_no_field_of_a_model_makes_a_command_look_for_a_kernel(value, case, capf
 
 ROWS = {
     # lines of train.jsonl behind a good one and an empty one: what the message names
-    "[" * 100_000: "train.jsonl:3: not JSON",
+    "[" * 100_000: "train.jsonl:3: invalid JSON",
     '{"question": "b"}': "train.jsonl:3: .*'prompt'",
     '{"prompt": ""}': "train.jsonl:3: the prompt '' has no tokens",
     '{"prompt": [{"role": "user", "content": "hi"}]}': "train.jsonl:3: .*chat template",
