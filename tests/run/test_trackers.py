@@ -3,13 +3,14 @@
 import json
 import os
 import sqlite3
+import struct
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
-import wandb_file
 from paths import ROOT
+from wandb.proto.wandb_internal_pb2 import Record
 
 from fastgrpo.run.trackers import KNOWN, named
 
@@ -58,13 +59,26 @@ def trackio_rows(folder):
     return [(run, name, step, json.loads(text)) for run, name, step, text in rows]
 
 
+def wandb_records(path):
+    """The records of W&B's offline file: a LevelDB log, in which records are whole as long as it has one block."""
+    data, at = path.read_bytes(), 7
+    assert len(data) <= 32 * 1024  # bytes of a block
+    while at < len(data):
+        (length,) = struct.unpack_from("<H", data, at + 4)  # between the checksum and the kind
+        at += 7 + length
+        yield Record.FromString(data[at - length : at])
+
+
 def wandb_rows(run):
     """The same of W&B, whose steps are a metric; a table lies in a file of its own."""
     found = []
     for path in sorted((run / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
-        known = wandb_file.run_of(path)
-        assert known[1] == "sums"
-        found += [(known[0], known[2], row.get("train/global_step"), row) for row in wandb_file.history(path)]
+        records = list(wandb_records(path))
+        known = next(record.run for record in records if record.HasField("run"))
+        assert known.project == "sums"
+        for items in [record.history.item for record in records if record.HasField("history")]:
+            row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+            found.append((known.run_id, known.display_name, row.get("train/global_step"), row))
     return found
 
 
