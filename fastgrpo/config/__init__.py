@@ -5,18 +5,27 @@ rules about several settings, `trl.py` TRL's names, `page.py` docs/settings.md, 
 the shared code of commands.
 """
 
+import os
 import sys
+from importlib.util import find_spec
 
-try:
-    import pydantic  # noqa: F401
-except ModuleNotFoundError as error:
-    lacking = "the package pydantic is not installed: pip install 'fastgrpo[train]'"
-    spec = sys.modules["__main__"].__spec__
-    if spec is not None and spec.name.startswith("fastgrpo."):  # a command, which reports an error in one line
-        print(f"error: {lacking}", file=sys.stderr)
-        raise SystemExit(2) from None
-    raise ModuleNotFoundError(lacking, name=error.name) from None
+_main = sys.modules["__main__"].__spec__
+_error = None
+if find_spec("pydantic") is None:
+    _error = "the package pydantic is not installed: pip install 'fastgrpo[train]'"
+if _main is not None and _main.name.startswith("fastgrpo."):  # a command: report an error in one line
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # torch would end the process
+        _error = "the working directory was deleted; change to another one"
+    if _error:
+        print(f"error: {_error}", file=sys.stderr)
+        raise SystemExit(2)
+    if sys.stderr.isatty():
+        print("loading PyTorch ...", file=sys.stderr)  # takes seconds
+elif _error:
+    raise ModuleNotFoundError(_error, name="pydantic")
 
-from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.settings import GRPOConfig  # noqa: E402
 
 __all__ = ["GRPOConfig"]

@@ -124,12 +124,13 @@ def settings_class(record: Record) -> Record:
 
 
 def _readable(name, value, kind):
-    """Make a value plain. Refuse a boolean for a number, and NUL in a text, which pydantic accepts."""
+    """Make a value plain. Refuse what pydantic accepts: a boolean for a number; NUL or lone surrogates in a text."""
     value = plain(value)
     if isinstance(value, bool) and bare(kind) is float:
         raise ValueError(f"{name} must be a number, got {value}")
-    if any(isinstance(text, str) and "\0" in text for text in (value if isinstance(value, (list, tuple)) else [value])):
-        raise ValueError(f"{name} must be text without NUL characters, got {value!r:.80}")
+    for text in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(text, str) and re.search("[\0\ud800-\udfff]", text):  # lone surrogates: not UTF-8
+            raise ValueError(f"{name} must be text in UTF-8 without NUL characters, got {value!a:.80}")
     return value
 
 

@@ -128,7 +128,7 @@ def test_every_mistake_is_named_at_once():
         {"beta": "much"}, {"use_peft": 7}, {"gradient_checkpointing": 7}, {"output_dir": 7}, {"num_generations": 2.5},
         {"max_steps": 10**400}, {"max_steps": 2**63}, {"learning_rate": 10**400}, {"num_train_epochs": 1e308},
         {"temperature": 1e-40}, {"beta": True}, {"learning_rate": True}, {"epsilon_high": True}, {"output_dir": "a\0b"},
-        {"reward_funcs": ["m:f", "m:\0"]}, {"system_prompt": "\0"}, {"max_steps": True},
+        {"output_dir": "a\udcff"}, {"reward_funcs": ["m:f", "m:\0"]}, {"system_prompt": "\0"}, {"max_steps": True},
     ],
 )  # fmt: skip
 def test_values_of_another_type_or_size_are_refused(settings):
