@@ -5,8 +5,7 @@ import sys
 import textwrap
 from collections.abc import Iterable
 
-from fastgrpo.config.fields import allowed, hints, own_fields, sections_of, title
-from fastgrpo.config.sections import DatasetConfig
+from fastgrpo.config.fields import allowed, hints, own_fields, sections_of
 from fastgrpo.config.settings import GRPOConfig, SelectionConfig, SFTConfig, TrainConfig
 from fastgrpo.config.trl import ACCEPTED, IDLE, OLDER, OTHER_DEFAULTS, REFUSED, SAME, TRANSLATED
 from fastgrpo.config.validation import CONDITIONS, on_resume
@@ -65,10 +64,8 @@ epoch may therefore add one step.
 """
 SAME_INTRODUCTION = """## The same
 
-Settings with TRL's name, meaning and default:
-{}.
-
-Settings with TRL's name, and another default or a difference in meaning:
+Arguments that are not in the tables below have the same name, meaning and default here. These have the same name, and
+another default or a difference in meaning:
 
 | argument | difference |
 |----------|------------|
@@ -135,12 +132,24 @@ DIFFERS = [
 ]
 HEADER = "| flag | default | meaning | allowed |\n|------|---------|---------|---------|"
 
-# Sections -> a text below their title.
-NOTES = {
-    DatasetConfig: "As in TRL, these are settings of the command and not of `GRPOConfig`.",
-    SFTConfig: "Only `python -m fastgrpo.sft` has these settings, or has another default.",
-    SelectionConfig: "Only `python -m fastgrpo.distill` has these settings, or has another default.",
-}
+# Tables: title, note below it, and sections.
+_DATA = "The names that begin with `dataset_` are settings of commands and not of `GRPOConfig`, as in TRL."
+_ONLY = "Only `python -m fastgrpo.{}` has these settings, or has another default."
+TABLES = [
+    ("Data", _DATA, ("PromptConfig", "DatasetConfig", "TrainSplitConfig", "TestSplitConfig", "OrderConfig")),
+    ("Model", "", ("ModelConfig", "LoadingConfig")),
+    ("Rollout", "", ("CompletionConfig", "RolloutConfig", "TokenFilterConfig", "EngineConfig")),
+    ("Rewards", "", ("RewardFunctionsConfig", "RewardConfig")),
+    ("Advantage", "", ("AdvantageConfig",)),
+    ("Objective", "", ("ObjectiveConfig",)),
+    ("Reference", "", ("ReferenceConfig",)),
+    ("Updates", "", ("UpdatesConfig", "OptimizerConfig")),
+    ("Evaluation", "", ("EvaluationConfig",)),
+    ("Parallel", "", ("ParallelConfig",)),
+    ("Run", "", ("RunConfig", "SamplesConfig", "OutputConfig")),
+    ("Supervised training", _ONLY.format("sft"), ("SFTConfig",)),
+    ("Distillation", _ONLY.format("distill"), ("SelectionConfig",)),
+]
 
 
 def page() -> str:
@@ -149,7 +158,7 @@ def page() -> str:
     free, inexact = (_listed(name for name in names if on_resume(name) == rule) for rule in ("free", "inexact"))
     text = INTRODUCTION.format(free=free, inexact=", ".join([inexact, *BY_VALUE.values()]))
     introduction = "\n".join(map(_item, text.splitlines()))
-    return "\n\n".join([introduction, *map(_table, sections())]) + "\n"
+    return "\n\n".join([introduction, *(_table(*table) for table in TABLES)]) + "\n"
 
 
 def _item(line):
@@ -157,14 +166,10 @@ def _item(line):
     return textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False) if line.startswith("- ") else line
 
 
-def sections() -> list[type]:
-    """Return the sections of `TrainConfig`, and those that SFT and distillation add."""
-    return [*sections_of(TrainConfig), SFTConfig, SelectionConfig]
-
-
-def _table(section):
-    rows = "\n".join(_row(section, field) for field in own_fields(section))
-    return "\n\n".join(filter(None, [f"## {title(section)}", NOTES.get(section), f"{HEADER}\n{rows}"]))
+def _table(words, note, names):
+    known = {section.__name__: section for section in (*sections_of(TrainConfig), SFTConfig, SelectionConfig)}
+    rows = "\n".join(_row(known[name], field) for name in names for field in own_fields(known[name]))
+    return "\n\n".join(filter(None, [f"## {words}", note, f"{HEADER}\n{rows}"]))
 
 
 def _row(section, field):
@@ -204,7 +209,7 @@ def from_trl() -> str:
     parts = [
         FROM_TRL,
         DIFFERENCES + differs + "\n",
-        SAME_INTRODUCTION.format(_wrapped(_listed(plain))) + "\n".join(rows) + "\n",
+        SAME_INTRODUCTION + "\n".join(rows) + "\n",
     ]
     return "\n".join([*parts, *(f"{introduction}{rows}\n" for introduction, rows in groups), _wrapped(older) + "\n"])
 
