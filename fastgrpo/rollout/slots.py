@@ -112,7 +112,7 @@ def fit(
     )
     raise ValueError(
         f"one group of {group} completions of up to {capacity} tokens with its prompt of {longest} needs "
-        f"{needed / 2**30:.2f} GiB for keys and values, and {budget / 2**30:.2f} GiB are allowed; lower "
+        f"{needed / 2**30:.2f} GiB for the KV cache, and {budget / 2**30:.2f} GiB are allowed; lower "
         f"num_generations or max_completion_length, or {remedy}"
     )
 

@@ -116,7 +116,7 @@ class MemoryPlan:
         about = f"the peak, {TIMES[self._peak()[0]]}" if self.passing else ""
         if not math.isinf(self.room):
             about += f"; of {gib(self.room)} available"
-        rows.append(("in all", f"{gib(self.needed):>11}   {about}".rstrip()))
+        rows.append(("peak", f"{gib(self.needed):>11}   {about}".rstrip()))
         rows.append(("gradient checkpointing", f"{'on' if self.checkpointing else 'off':>11}   {self.why}"))
         return rows + [("parallel", f"{self.parallel:>11}   {self.chosen}")] * (self.ranks > 1)
 
@@ -126,7 +126,7 @@ class MemoryPlan:
             return
         time, _, parts = self._peak(certain=True)
         parts = sorted((part for part in parts if part.bytes), key=lambda part: -part.bytes)
-        group = f"keys and values of one group {gib(self.one_group)}, within {self.share:g} of the remaining memory"
+        group = f"KV cache of one group {gib(self.one_group)}, within {self.share:g} of the remaining memory"
         saved = {flag: self.least - count for flag, count in self.instead.items()}
         remedies = [
             f"{flag} saves {gib(saved[flag])}" + ", which is enough" * (self.instead[flag] <= self.room)
@@ -256,7 +256,7 @@ class _Planner:
         """Compute the part of keys and values, the bytes of one group, and the number of lanes."""
         config = self.config
         if not self.grpo:
-            return Part("keys and values", 0, "evaluations use a share of the remaining memory"), 0, 0
+            return Part("KV cache", 0, "evaluations use a share of the remaining memory"), 0, 0
         shape = self.model.config.get_text_config()
         token = kv_token_bytes(shape, self.dtype)
         group = self.prompt_tokens, [config.max_completion_length] * config.num_generations
@@ -270,7 +270,7 @@ class _Planner:
         tokens = f"{slots.lanes} completions x {slots.lane_tokens} tokens"
         if not flat:
             tokens = f"({slots.prompts} prompts x {slots.longest_prompt} tokens + {tokens})"
-        part = Part("keys and values", slots.tokens * token, f"{tokens} x {token:,} bytes")
+        part = Part("KV cache", slots.tokens * token, f"{tokens} x {token:,} bytes")
         return part, one.tokens * token, slots.lanes
 
     def _weights(self):
@@ -372,7 +372,7 @@ class _Planner:
         how = f"{vocabulary:,} x {hidden} x 4 bytes" if gradient else "none: it is frozen"
         logits, entries = lanes * vocabulary * drawn, f"{chunk} x {vocabulary:,} x {logit} bytes"
         return [
-            Part("logits of a draw", logits, f"{lanes} x {vocabulary:,} x {drawn} bytes", ("draw",)),
+            Part("logits of a decode step", logits, f"{lanes} x {vocabulary:,} x {drawn} bytes", ("draw",)),
             Part("head", chunk * vocabulary * logit, f"a chunk of {entries}", ("head",)),
             Part("head's gradient", gradient, how, ("head", "layers") if held else ("head",)),
         ]
@@ -391,8 +391,8 @@ class _Planner:
         many = f"{'at most ' * supervised}{tokens:,} tokens"
         return [
             Part("activations", sizes[0], f"{many} of a micro-batch{again}", ("head", "layers"), supervised),
-            Part("the head's inputs", sizes[1], f"{many} and their gradients", ("head",), supervised),
-            Part("a layer's backward", sizes[2], f"{many} in one layer", ("layers",), supervised),
+            Part("head's inputs", sizes[1], f"{many} and their gradients", ("head",), supervised),
+            Part("one layer's backward", sizes[2], f"{many} in one layer", ("layers",), supervised),
         ]
 
 

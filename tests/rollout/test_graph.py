@@ -24,7 +24,7 @@ from fastgrpo.rollout.graph import Graphs, graph_obstacle
 
 @pytest.mark.parametrize("liger", [False, True])
 def test_launches_of_a_step_are_those_of_the_committed_table(liger):
-    """`make launches` writes it; docs/rollouts.md quotes it."""
+    """`make launches` writes it."""
     if liger:
         pytest.importorskip("liger_kernel")
     committed = json.loads((Path(__file__).parent / "launches.json").read_text())

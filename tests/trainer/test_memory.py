@@ -113,12 +113,12 @@ def test_the_plan_is_what_a_rollout_holds(saved):
     engine = RolloutEngine(tiny.model(vocab_size=258))
     engine.generate([[5] * 10] * 3, 4, SamplingParams(max_tokens=20))
     tensors = [t for t in tree_leaves([*vars(engine.slots).values()]) if isinstance(t, torch.Tensor)]
-    assert held["keys and values"] == size(t for t in tensors if t.is_floating_point())
-    assert held["logits of a draw"] == 3 * 4 * 258 * 4
+    assert held["KV cache"] == size(t for t in tensors if t.is_floating_point())
+    assert held["logits of a decode step"] == 3 * 4 * 258 * 4
     penalized = tiny_plan(outline(saved), **settings, repetition_penalty=1.2)
-    assert penalized["logits of a draw"] == 4 * held["logits of a draw"]
+    assert penalized["logits of a decode step"] == 4 * held["logits of a decode step"]
     supervised = tiny_plan(outline(saved), kind=SFTConfig)
-    assert supervised["reference"] == supervised["keys and values"] == supervised["logits of a draw"] == 0
+    assert supervised["reference"] == supervised["KV cache"] == supervised["logits of a decode step"] == 0
 
 
 def kept(model, batch):
@@ -158,8 +158,9 @@ def test_the_head_holds_chunks_of_logits(saved, planned, kl, softcap, chunks):
 
 
 def test_what_is_never_there_together_is_not_added_up(planned):
-    """The logits of a draw are gone when the update begins, and the head's chunk when the layers go backward."""
-    names = ("logits of a draw", "head", "head's gradient", "activations", "the head's inputs", "a layer's backward")
+    """The logits of a decode step are gone when the update begins, and the head's chunk when the layers go backward."""
+    names = ("logits of a decode step", "head", "head's gradient", "activations", "head's inputs",
+             "one layer's backward")  # fmt: skip
     for name, tied in (("0.5B", True), ("7B", False)):
         made = planned(name, room=800 * GIB)
         draw, head, gradient, activations, ends, backward = (sizes(made)[part] for part in names)
