@@ -2,7 +2,7 @@
 
     python -m benchmarks.scale --nvlink 450 --network 50
 
-prints the table of this folder's README; --help lists the assumptions. The work per GPU is constant, so K GPUs train on K
+prints the table of README.md; --help lists the assumptions. The work per GPU is constant, so K GPUs train on K
 times the prompts. With N parameters, R of them in embedding and head, K ranks and M micro-batches, a rank sends
 
     ddp      2 (K - 1) / K 4 N                                 an all-reduce of the gradients in fp32
