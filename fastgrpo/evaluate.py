@@ -1,4 +1,4 @@
-"""python -m fastgrpo.evaluate MODEL [MODEL ...]: accuracy, pass@k and maj@k on held-out prompts, in one table.
+"""python -m fastgrpo.evaluate MODEL [MODEL ...]: measure accuracy, pass@k and maj@k on held-out prompts.
 
 One greedy completion per prompt gives the accuracy. --eval_num_generations N samples N more per prompt, for pass@k and
 maj@k. --output FILE writes every completion to a file.

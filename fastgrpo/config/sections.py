@@ -138,7 +138,7 @@ class RewardFunctionsConfig:
     reward_model_kwargs: Keywords | None = None
     """Pass these arguments to reward models: a dictionary or its JSON text, such as {"device": "cuda:1"}. The default
     device is the policy's. Process reward models also take separator, aggregation, step_tag, good_token and bad_token.
-    Weights are bfloat16 on a GPU and float32 on a CPU."""
+    The weights of reward models are bfloat16 on a GPU and float32 on a CPU."""
     reward_timeout: Positive | None = None
     """Stop a reward function after N seconds for one completion; the reward becomes None. Functions then run in worker
     processes. For a server, the limit holds for each attempt of a request; for the sandbox, for all tests of a
@@ -187,7 +187,7 @@ class OutputConfig:
     """Output of a command."""
 
     quiet: bool = False
-    """Print only warnings, errors and results: the run folder, or the table of an evaluation."""
+    """Print only warnings, errors and the result (the run folder, or the table of an evaluation)."""
 
 
 @settings_class
@@ -485,8 +485,9 @@ class ParallelConfig:
     """Several processes, as torchrun starts them."""
 
     parallel: Literal["auto", "ddp", "fsdp2", "fsdp2_keep", "fsdp2_offload"] = "auto"
-    """Distribute the policy over the processes: ddp replicates it; fsdp2 shards weights, gradients and optimizer; auto
-    is ddp if it fits on one device, else fsdp2. fsdp2_keep does not free the gathered layers between the forward and
-    the backward pass: more memory, a fifth less traffic. fsdp2_offload keeps and updates the shards in host memory."""
+    """Distribute the policy over the processes: ddp replicates it; fsdp2 shards weights, gradients and optimizer state;
+    auto is ddp if the policy fits on one device, else fsdp2. fsdp2_keep keeps gathered layers in memory between the
+    forward and the backward pass: more memory, a fifth less traffic. fsdp2_offload keeps and updates the shards in host
+    memory."""
     ddp_timeout: Count = 1800
     """Stop the run if a rank waits for others longer than N seconds; the error names the missing ranks."""

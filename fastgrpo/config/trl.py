@@ -177,8 +177,8 @@ TRANSLATED = [
      "`no`: evaluate or save only after the last step. Other values raise an error. If eval_strategy is set, the "
      "default of eval_on_start is False."),
     ("bf16 fp16 model_init_kwargs", precision,
-     "bf16=True sets dtype=bfloat16; the optimizer keeps float32 master weights. bf16=False sets dtype=float32, unless "
-     "model_init_kwargs has a dtype, which is also used without bf16. Its trust_remote_code sets the setting; "
+     "bf16=True sets dtype=bfloat16; the optimizer keeps float32 master weights. Otherwise model_init_kwargs may set "
+     "dtype; without it, bf16=False sets dtype=float32. model_init_kwargs may also set trust_remote_code; its "
      "attn_implementation, use_cache, low_cpu_mem_usage and device_map=None have no effect. Its other keys and "
      "fp16=True raise an error."),
     ("generation_kwargs", generation,
@@ -210,7 +210,7 @@ SAME = {**dict.fromkeys(_PLAIN.split(), ""),
     "eval_steps": _COUNT + "rounded up to whole steps.",
     "save_steps": _COUNT + "rounded up to whole steps; with metric_for_best_model, to a multiple of eval_steps.",
     "gradient_checkpointing": "auto is True on a CPU, and on a GPU if activations do not fit.",
-    "use_liger_kernel": "None uses its layers on a GPU if it is installed. The loss always has its own fused kernel.",
+    "use_liger_kernel": "None uses liger-kernel on a GPU if it is installed. The loss never needs it.",
     "disable_tqdm": "None is taken as False.",
     "log_completions": "True also writes all completions to samples.jsonl.",
     "num_completions_to_print": "Prints the first N; TRL prints N at random.",
@@ -240,7 +240,7 @@ IDLE = [
      "vllm_importance_sampling_cap",
      "They need use_vllm, which is not supported. importance_sampling_mode corrects for top_k, top_p and min_p."),
     ("use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged "
-     "cache_implementation use_cache pad_to_multiple_of", "The engine batches continuously, with its own cache."),
+     "cache_implementation use_cache pad_to_multiple_of", "The engine has continuous batching and its own KV cache."),
     ("local_rank ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend "
      "ds3_gather_for_generation average_tokens_across_devices",
      "torchrun sets the ranks. Gradients are summed once per update, and the loss counts all tokens."),
@@ -270,7 +270,7 @@ REFUSED = [
     ("neftune_noise_alpha router_aux_loss_coef", "leave it out: the GRPO loss has no such term"),
     ("eval_delay", "use eval_steps, and eval_on_start=False"),
     ("save_only_model save_on_each_node", "leave it out: save_total_limit limits the number of checkpoints"),
-    ("load_best_model_at_end", "set metric_for_best_model; save_total_limit always keeps its best checkpoint"),
+    ("load_best_model_at_end", "set metric_for_best_model; save_total_limit never deletes the best checkpoint"),
     ("ignore_data_skip restore_callback_states_from_checkpoint", "leave it out: a resumed run restores all state"),
     ("full_determinism", "call transformers.enable_full_determinism(seed) before you create the trainer"),
     ("remove_unused_columns", "leave it out: reward functions get every column as a keyword argument"),

@@ -27,7 +27,7 @@ class FetchConfig(Settings):
     """The settings of the command."""
 
     folder: str
-    """Folder to write the model to. One that has a model already is left as it is."""
+    """Write the model to this folder, unless the folder already contains a model."""
 
 
 def from_hub(folder: Path) -> None:
