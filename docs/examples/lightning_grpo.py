@@ -1,4 +1,4 @@
-"""GRPO as a Lightning module: transformers generates, Lightning trains, and the loss is fastgrpo's."""
+"""GRPO as a Lightning module, with `generate` of transformers and the loss of fastgrpo."""
 
 import random
 import sys
@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fastgrpo import group_advantages, linear_grpo_loss, linear_logprob
 from fastgrpo.tasks.arithmetic import correctness, format_reward, pairs_by_level, to_row
 
-GROUP, MU = 8, 2  # completions of a prompt, updates that learn from them
+GROUP, MU = 8, 2  # completions per prompt, updates per rollout
 LOSS = {"loss_type": "grpo", "epsilon": 0.2, "beta": 0.04}
 SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
 
@@ -20,7 +20,7 @@ class GRPO(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-        self.reference = [AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)]  # a list: in no checkpoint
+        self.reference = [AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)]  # not in checkpoints
         self.tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
 
@@ -29,14 +29,14 @@ class GRPO(L.LightningModule):
         ids = self.model.generate(**prompts, max_new_tokens=self.hparams.max_new_tokens, **sampling)
         completions = ids[:, prompts.input_ids.shape[1] :]
         stops = torch.isin(completions, torch.tensor(self.model.generation_config.eos_token_id, device=self.device))
-        mask = stops.cumsum(1) - stops.long() == 0  # up to the first stop token, which counts too
+        mask = stops.cumsum(1) - stops.long() == 0  # up to and including the first stop token
         attention = torch.cat([prompts.attention_mask, mask.long()], 1)
         inputs = {"input_ids": ids, "attention_mask": attention, "position_ids": (attention.cumsum(1) - 1).clamp(min=0)}
         texts = [self.tokenizer.decode(row[kept]) for row, kept in zip(completions, mask & ~stops, strict=True)]
         rewards = [correctness([], texts, [row["answer"] for row in rows]), format_reward([], texts)]
         return inputs, {"targets": completions, "mask": mask}, torch.tensor(rewards, device=self.device)
 
-    def head(self, model, inputs, tokens):  # the states, of which each predicts the token after it, and the weight
+    def head(self, model, inputs, tokens):  # hidden states, shifted by one, and the weight of the head
         return model.base_model(**inputs)[0][:, -tokens["mask"].shape[1] - 1 : -1], model.get_output_embeddings().weight
 
     @torch.no_grad()
@@ -48,7 +48,7 @@ class GRPO(L.LightningModule):
         return inputs, tokens | {"advantages": group_advantages(rewards.sum(0), GROUP)}
 
     def training_step(self, rows, index):
-        if index % MU == 0 or not hasattr(self, "tokens"):  # the same rows come MU times, and are completed once
+        if index % MU == 0 or not hasattr(self, "tokens"):  # the same rows come MU times, with one rollout
             self.inputs, self.tokens = self.draw(rows)
         return linear_grpo_loss(*self.head(self.model, self.inputs, self.tokens), **self.tokens, **LOSS).loss
 

@@ -1,4 +1,4 @@
-"""GRPO as a loop in PyTorch: transformers generates, torch learns, and the loss is fastgrpo's."""
+"""GRPO as a loop in PyTorch, with `generate` of transformers and the loss of fastgrpo."""
 
 import sys
 
@@ -12,19 +12,19 @@ PROMPTS = ["the sea ", "a small bird ", "at night ", "my old house "]
 
 
 def vowels(text):
-    """The share of vowels in a text of eight letters or more; a shorter one is worth less."""
+    """Return the share of vowels in a text. A text of fewer than 8 letters counts as 8 letters."""
     return sum(letter in "aeiou" for letter in text) / max(len(text), 8)
 
 
 def complete(model, tokenizer, prompts, group, max_new_tokens):
-    """Draw a group of completions for each prompt. Returns what the model reads, the completions, and their mask."""
+    """Sample a group of completions for each prompt. Returns the model's inputs, the completions and their mask."""
     copies = [prompt for prompt in prompts for _ in range(group)]
     read = tokenizer(copies, return_tensors="pt", padding=True, padding_side="left").to(model.device)
     full_softmax = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
     ids = model.generate(**read, **full_softmax, max_new_tokens=max_new_tokens)
     completions = ids[:, read.input_ids.shape[1] :]
     stops = torch.isin(completions, torch.tensor(model.generation_config.eos_token_id, device=model.device))
-    mask = stops.cumsum(1) - stops.long() == 0  # up to the first stop token, which counts too
+    mask = stops.cumsum(1) - stops.long() == 0  # up to and including the first stop token
     attention = torch.cat([read.attention_mask, mask.long()], 1)
     positions = (attention.cumsum(1) - 1).clamp(min=0)
     return {"input_ids": ids, "attention_mask": attention, "position_ids": positions}, completions, mask
@@ -53,14 +53,14 @@ def train(model, tokenizer, prompts, reward, *, steps, learning_rate, group=8, m
 
 
 def main(name=None):
-    """Train a model of transformers by its name, or without a name a small one with random weights."""
+    """Train the named model, or without a name a small model with random weights."""
     torch.manual_seed(0)
     if name is None:
         model, tokenizer = character_model(" abcdefghijklmnopqrstuvwxyz", seed=0, layers=2)
         return train(model, tokenizer, PROMPTS, vowels, steps=25, learning_rate=3e-3)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)  # AdamW loses small steps in bfloat16
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)  # bfloat16 would lose small updates
     tokenizer = AutoTokenizer.from_pretrained(name)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # some have none, as GPT-2's
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # GPT-2's tokenizer has none
     return train(model, tokenizer, PROMPTS, vowels, steps=40, learning_rate=1e-5)
 
 
