@@ -133,7 +133,7 @@ def check_backward_tolerance(
         dense = "kl='full'"
     if tolerance and dense:
         raise ValueError(
-            f"backward_tolerance={tolerance} applies to the gradient of log-probs, and {dense} has a gradient in every "
+            f"backward_tolerance={tolerance} bounds the gradient of log-probs, but {dense} has a gradient in every "
             "column of the vocabulary; pass backward_tolerance=0"
         )
 
