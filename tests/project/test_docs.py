@@ -124,8 +124,8 @@ def test_the_drawing_of_the_packages_equals_the_imports():
 
 def test_the_page_of_the_architecture_lists_every_module():
     path, others = TEXTS[ROOT / "docs" / "architecture.md"].split("## Other packages")
-    listed = {wing: block for wing, block in re.findall(r"### (\w+)\n.*?```text\n(.*?)```", path, re.DOTALL)}
-    for folder in [ROOT / "kernels", *(wing.parent for wing in (ROOT / "fastgrpo").glob("*/__init__.py"))]:
+    listed = {name: block for name, block in re.findall(r"### (\w+)\n.*?```text\n(.*?)```", path, re.DOTALL)}
+    for folder in [ROOT / "kernels", *(file.parent for file in (ROOT / "fastgrpo").glob("*/__init__.py"))]:
         modules = {file.stem for file in folder.glob("*.py")} - {"__init__"}
         if folder.name in listed:
             assert {line.split()[0] for line in listed[folder.name].splitlines()} == modules, folder.name

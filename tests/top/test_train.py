@@ -29,7 +29,7 @@ def test_the_version_comes_without_torch_and_help_without_transformers(argv, fir
 
 
 def test_the_commands_are_listed(capsys):
-    """Every module beside the wings is one, but for ranks.py, and docs/commands.md has the same table."""
+    """Every top-level module is a command, except ranks.py; docs/commands.md has the same table."""
     for argv in ([], ["-h"]):
         assert overview(argv) == 0
         listed = re.findall(r"python -m fastgrpo\.(\w+) +(\S.+)", capsys.readouterr().out)
