@@ -121,15 +121,16 @@ def talk(conversation: Conversation) -> None:
     """Answer the lines of stdin until it ends."""
     while True:
         try:
-            line = input("> ").strip()
+            line = input("> ")  # kept as typed: a plain-text model also reads the spaces at its ends
         except (EOFError, KeyboardInterrupt):
             print()
             return
-        if line in ("/exit", "/quit"):
+        command = line.strip()
+        if command in ("/exit", "/quit"):
             return
-        if line == "/new":
+        if command == "/new":
             conversation.reset()
-        elif line:
+        elif command:
             try:
                 conversation.answer(line)
             except KeyboardInterrupt:

@@ -77,13 +77,13 @@ def evaluate_models(argv: list[str]) -> None:
     # Load all tokenizers first: a misspelt model is an error before the others are evaluated.
     tokenizers = [load_tokenizer(path, config.trust_remote_code) for path in config.models]
     with new_file(config.output if ranks.lead else None) as file:
-        results = []
+        results, told = [], set()
         for path, tokenizer in zip(config.models, tokenizers, strict=True):
             results.append(_evaluate_model(path, tokenizer, config, ranks))
             if not ranks.lead:
                 continue
             if not config.quiet:
-                print(f"{path}: {results[-1].summary()}", file=sys.stderr)
+                print(f"{path}: {results[-1].summary(told)}", file=sys.stderr)
             file.writelines(json.dumps({"model": path, **row}, ensure_ascii=False) + "\n" for row in results[-1].rows)
             file.flush()
     if ranks.lead:

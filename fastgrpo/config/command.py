@@ -212,7 +212,7 @@ def parse_flags(
     near = ""
     if message.startswith("Unrecognized options: "):
         near = _meant(
-            re.findall(r"(?<=[ ,])--(\w[\w-]*)", message), [field.name for field in dataclasses.fields(record)]
+            re.findall(r"(?<=[ ,])--?([A-Za-z][\w-]*)", message), [field.name for field in dataclasses.fields(record)]
         )
     message = re.sub(r"^Missing from .*?: \S+ (.*) \(required\)$", r"an argument is missing: \1", message)
     raise ValueError(message + (near or f"; see {prog} --help"))

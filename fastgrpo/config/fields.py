@@ -245,7 +245,31 @@ def check_name(name: Any, record: type, where: str, error: type[Exception], othe
         raise error(f"{where}: unknown setting {name!r}{did_you_mean(name, [*names, *others])}")
 
 
+# Names of other trainers -> our settings.
+_ELSEWHERE = {
+    "num_generations": "g n group_size n_samples num_samples num_samples_per_prompt n_samples_per_prompt num_rollouts",
+    "eval_num_generations": "k g n group_size n_samples num_samples",
+    "beta": "kl_coef kl_coeff kl_weight kl_loss_coef kl_beta kl_penalty",
+    "epsilon": "clip clip_eps clip_epsilon clip_range clip_ratio cliprange eps_clip",
+    "epsilon_high": "clip_high clip_ratio_high clip_eps_high eps_clip_high",
+    "learning_rate": "lr",
+    "max_completion_length": "max_new_tokens max_tokens max_response_length max_gen_len",
+    "max_tokens": "max_new_tokens max_completion_length",  # of chat
+    "prompts_per_step": "batch_size train_batch_size rollout_batch_size num_prompts",
+    "num_iterations": "ppo_epochs num_ppo_epochs mu",
+    "num_train_epochs": "epochs num_epochs",
+    "max_grad_norm": "clip_grad grad_clip max_norm",
+    "max_steps": "steps num_steps total_steps iterations",
+    "lora_r": "lora_rank",
+    "model_name_or_path": "model",
+    "reward_funcs": "reward rewards reward_fn reward_function",
+    "dataset_name": "data dataset",
+}
+
+
 def did_you_mean(name: str, known: Iterable[str], shown: Callable[[str], str] = repr) -> str:
-    """Suggest the known name nearest to a misspelt one."""
-    near = difflib.get_close_matches(name, list(known), n=1)
+    """Suggest the known name for another trainer's name, or the nearest to a misspelt one."""
+    known = list(known)
+    near = [ours for ours, names in _ELSEWHERE.items() if ours in known and name.lower() in names.split()]
+    near = near or difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {shown(near[0])}?" if near else ""

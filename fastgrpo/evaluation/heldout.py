@@ -66,13 +66,19 @@ class Evaluation:
             bounds |= {f"{name}/ci95_low": low, f"{name}/ci95_high": high}
         return self.values | bounds
 
-    def summary(self) -> str:
-        """Return a line with accuracy, pass@1, and pass@k and maj@k of the largest k, and a line per note."""
+    def summary(self, told: set[str] | None = None) -> str:
+        """Return a line with accuracy, pass@1, and pass@k and maj@k of the largest k, and a line per note.
+
+        Notes in `told` are left out. New ones are added, so that a run prints each once; warnings are always printed.
+        """
+        told = set() if told is None else told
+        notes = [note for note in self.notes if note not in told]
+        told.update(note for note in notes if note.startswith("note:"))
         prompts = sum(row["draw"] == "greedy" for row in self.rows)
         by_kind = {name.partition("@")[0]: name for name in self.values if "@" in name}  # the last k of each
         shown = dict.fromkeys(["eval/accuracy", *(["eval/pass@1"] if by_kind else []), *by_kind.values()])
         means = ", ".join(f"{name.removeprefix('eval/')} {self.cell(name)}" for name in shown)
-        return "\n".join([f"{means} ({prompts} prompts, {self.values['eval/time']:.1f} s)", *self.notes])
+        return "\n".join([f"{means} ({prompts} prompts, {self.values['eval/time']:.1f} s)", *notes])
 
     def cell(self, name: str) -> str:
         """Format a value with its interval.

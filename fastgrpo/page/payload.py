@@ -13,7 +13,7 @@ from typing import Any
 
 from fastgrpo.page.reading import Run, finite
 from fastgrpo.page.samples import read_samples, usable
-from fastgrpo.run.curves import PANELS, Panel
+from fastgrpo.run.curves import PANELS, Panel, is_measured
 from fastgrpo.run.metrics import METRICS
 
 SAMPLES_BYTES = 6_000_000  # of all runs: the page stays below 15 MB, including plotly's 5
@@ -34,7 +34,11 @@ def payload(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
     return {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         "made": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
-        "panels": [dataclasses.asdict(panel) for panel in [*panels, *_missing(panels)]],
+        "panels": [
+            dataclasses.asdict(panel)
+            for panel in [*panels, *_missing(panels)]
+            if any(is_measured(panel, run.series) for run in runs)
+        ],
         "metrics": METRICS,
         "runs": [
             _run(run, COLORS[place % len(COLORS)], points, SAMPLES_BYTES // len(runs)) for place, run in enumerate(runs)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,18 +83,27 @@ def moving_average(values: list[float], window: int = WINDOW) -> list[float]:
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
+def is_measured(panel: Panel, series: Mapping[str, Any]) -> bool:
+    """Return whether a run has curves of a panel. Clip ratios that are always 0 are none: nothing could be clipped."""
+    curves = {name: series[name][1] for name in panel.metrics if name in series}
+    return any(any(values) if name.startswith("clip_ratio/") else values for name, values in curves.items())
+
+
 def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print, panels: Sequence[Panel] = PANELS) -> Path:
-    """Plot the curves of a run to curves.png, in two rows."""
+    """Plot the curves of a run to curves.png, in two rows, without empty panels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     series = read_metrics(run_dir, say)
-    figure = Figure(figsize=(2 * len(panels), 7.5), layout="constrained")
+    panels = [panel for panel in panels if is_measured(panel, series)]
+    columns = max(1, math.ceil(len(panels) / 2))
+    figure = Figure(figsize=(4 * columns, 7.5), layout="constrained")
     FigureCanvasAgg(figure)
     windows = sorted({panel.window for panel in panels if panel.window > 1})
     averages = f"moving average over {' or '.join(map(str, windows))} logged steps"
     figure.suptitle(f"{Path(run_dir).resolve().name}: {averages}")
-    for axis, panel in zip(figure.subplots(2, len(panels) // 2).flat, panels, strict=True):
+    for place, panel in enumerate(panels, 1):
+        axis = figure.add_subplot(2, columns, place)
         for i, (name, label) in enumerate(zip(panel.metrics, panel.labels or panel.metrics, strict=True)):
             color, (steps, values) = f"C{i}", series.get(name, ([], []))
             if not values:
@@ -108,10 +117,7 @@ def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print, panels:
         for i, name in enumerate(panel.dashed):
             if name in series:
                 axis.plot(*series[name], "--", color=f"C{i}")
-        if axis.lines:
-            axis.legend(fontsize="small")
-        else:
-            axis.text(0.5, 0.5, "not measured in this run", ha="center", va="center", transform=axis.transAxes)
+        axis.legend(fontsize="small")
         axis.set(title=panel.title, xlabel="step", ylabel=panel.unit)
         axis.grid(alpha=0.3)
     path = Path(run_dir) / "curves.png"

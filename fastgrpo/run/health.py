@@ -50,8 +50,15 @@ CHECKS = (
         "(rewards/FUNCTION/errors counts them). Pass --reward_errors raise to see the first failure",
     ),
     Check(
+        "solved",
+        lambda v, args: v["frac_informative"] == 0 and v["accuracy"] > 0.9,
+        5,
+        "note: in the last 5 steps no group had rewards that differ, and more than nine of ten completions were right "
+        "(accuracy): the task may be solved. Stop here, or go on with harder prompts",
+    ),
+    Check(
         "no informative group",
-        lambda v, args: v["frac_informative"] == 0,
+        lambda v, args: v["frac_informative"] == 0 and not v.get("accuracy", 0) > 0.9,
         5,
         "warning: in the last 5 steps no group had rewards that differ, so every advantage is 0 and the policy learns "
         "nothing. Raise num_generations or temperature, choose prompts that the policy solves sometimes but not "

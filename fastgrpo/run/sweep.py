@@ -143,7 +143,9 @@ def _report(runs, folder, terminal):
             steps = sorted(set.intersection(*map(set, curves)))  # that all runs of the setting have
             means = [statistics.mean(curve[step] for curve in curves) for step in steps]
             widths = [statistics.pstdev(curve[step] for curve in curves) for step in steps]
-            axis.errorbar(steps, means, widths, label=f"{setting} ({len(paths)} runs)", elinewidth=0.5)
+            several = len(paths) > 1  # one run has no deviation
+            label = f"{setting} ({len(paths)} runs)" if several else setting
+            axis.errorbar(steps, means, widths if several else None, label=label, elinewidth=0.5)
         axis.set(title=metric, xlabel="step", ylabel=f"mean over seeds, moving average over {window} logged steps")
         axis.legend(*axis.get_legend_handles_labels(), fontsize="small")
     figure.savefig(folder.claim("sweep.png"), dpi=100)

@@ -167,6 +167,7 @@ class GRPOTrainer:
         self.copies = HostCopies()
         self.optimizer.adamw.register_step_pre_hook(self.copies.before_update)
         self.panels, self.log, self.left = panels, None, False  # left: a script has written to the run folder
+        self.told = set()  # notes of evaluations
         self.callbacks = Callbacks(
             callbacks, self.state, self.model, self.tokenizer, self.optimizer.adamw, self.schedule, ranks
         )
@@ -497,7 +498,7 @@ class GRPOTrainer:
                 self.engine, self.tokenizer, rows, self.rewards, sampling, self.state, progress,
                 args.eval_num_generations, self.ranks, args.template_kwargs,
             )  # fmt: skip
-        told = result.summary()
+        told = result.summary(self.told)
         result = setup.renamed(result, prefix)
         self._write(dict(further) | result.metrics())
         name = "" if prefix == "eval" else f" of {prefix}"

@@ -25,6 +25,8 @@ from fastgrpo.config.recipe import parse
         (["--learning-rat=1"], "did you mean --learning_rate"),
         (["--learning_rat", "1", "--qqq", "--bta", "2"], "--learning_rate for --learning_rat.*--beta for --bta"),
         (["--qqq", "1", "--www", "2"], "--help"),
+        (["--group-size", "8", "--kl_coef", "0"], "--num_generations for --group-size.*--beta for --kl_coef"),
+        (["-G", "8"], "did you mean --num_generations"),
         (["--quiet", "maybe"], "quiet.*True.*False"),
     ],
 )

@@ -176,7 +176,8 @@ def test_many_runs_share_the_room_of_a_page(tmp_path):
 
 def test_every_page_shows_lengths_and_spread(tmp_path):
     """The panels of a task may leave them out, and are not shown twice where they do not."""
-    run, own = read_run(write_run(tmp_path / "a"), "a"), Panel("Own", "unit", ("own",))
+    every = dict.fromkeys(("own", *(panel.metrics[0] for panel in PANELS)), lambda step: 1.0)
+    run, own = read_run(write_run(tmp_path / "a", **every), "a"), Panel("Own", "unit", ("own",))
     titles = ["Own", "Completion length", "Groups with spread"]
     assert [panel["title"] for panel in payload([run], [own])["panels"]] == titles
     assert len(payload([run], PANELS)["panels"]) == len(PANELS)

@@ -137,7 +137,8 @@ def test_missing_rewards_votes_and_failures():
     assert "eval/rewards/moody/mean" not in run(["none"], [], moody, on_error="skip").values
     result = run(["The answer is B"], ["The answer is B"] * 3 + ["The answer is C"], moody)  # these cannot be counted
     assert result.values["eval/pass@4"] == 1.0 and not any("maj@" in name for name in result.values)
-    assert result.summary().count("note: maj@k is left out") == 1
+    once = set()  # a run prints a note once
+    assert [result.summary(once).count("note: maj@k is left out") for _ in range(2)] == [1, 0]
     result = run(["?", "a"], ["?", "?", "a", "?"], moody, on_error="skip")
     assert result.values["eval/rewards/moody/errors"] == 1 and result.values["eval/sampled/rewards/moody/errors"] == 3
     assert result.values["eval/accuracy"] == 0.5

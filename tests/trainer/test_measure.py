@@ -28,8 +28,8 @@ def completion(length=2, reason="stop", right=1.0, style=0.5, advantage=0.0, **c
 
 
 def test_rewards_that_were_not_given_are_left_out_of_the_means():
-    group = [completion(advantage=1.0), completion(right=0.0, style=NAN, advantage=-1.0)]
-    flat = [completion(right=NAN, style=NAN), completion(right=1.0, style=NAN)]
+    group = [completion(advantage=-0.9), completion(right=0.0, style=NAN, advantage=-0.1)]
+    flat = [completion(right=NAN, style=NAN, advantage=0.7), completion(right=1.0, style=NAN, advantage=0.3)]
     values = reward_metrics(group + flat, torch.tensor([1.5, 0.0, NAN, 1.0], dtype=torch.float64), [True, False])
     assert values["reward"] == pytest.approx(2.5 / 3)
     assert values["reward_std"] == pytest.approx(1.5 / math.sqrt(2))  # of the group that both rewards were given for

@@ -253,7 +253,6 @@ function showCharts({ runs, panels, metrics }) {
     unit: timeUnit(runs), shown: () => runs.filter((run) => !state.hidden.has(run.name)) };
   if (!runs.some((run) => Object.keys(run.series).length))
     return section.append(element("p", { class: "note" }, "metrics.jsonl has no line yet."));
-  const measured = panels.filter((panel) => panel.metrics.some((metric) => runs.some((run) => run.series[metric])));
   const grid = element("div", { class: "grid" });
   const more = element("div", { class: "grid more" });
   let hide = () => {};
@@ -263,11 +262,11 @@ function showCharts({ runs, panels, metrics }) {
     make: () => make({ metrics: [metric], labels: [], dashed: [], window: 10 }, state) });
 
   section.append(toolbar(state, changed), ...(runs.length > 1 ? [chooser(state, changed)] : []));
-  for (const panel of measured) add(grid, { title: panel.title, note: panel.unit, make: () => make(panel, state) });
+  for (const panel of panels) add(grid, { title: panel.title, note: panel.unit, make: () => make(panel, state) });
   hide = addAll(grid, state);
   section.append(grid);
   for (const { note } of runs) if (note) section.append(element("p", { class: "note after" }, note));
-  section.append(adder(further(runs, measured), addCurve), more);
+  section.append(adder(further(runs, panels), addCurve), more);
   hide();
 }
 
