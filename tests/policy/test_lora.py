@@ -60,7 +60,7 @@ def test_the_reward_climbs_and_the_base_does_not_move(tmp_path):
     )  # fmt: skip
     trainer = GRPOTrainer(str(tmp_path / "model"), vowels, args, PROMPTS, processing_class=tiny.tokenizer())
     trainer.train()
-    rows = lines(run / "metrics.jsonl")
+    rows = lines(run)
     rewards, kls = ([row[name] for row in rows if name in row] for name in ("reward", "kl"))
     assert rewards[0] <= 0.2 and max(rewards) >= 0.6
     assert kls[0] == pytest.approx(0, abs=1e-6) and kls[-1] > 0.1

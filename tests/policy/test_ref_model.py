@@ -214,7 +214,7 @@ def test_the_error_of_quantization_is_logged_once(quantization, tmp_path, kl):
     measure = reference.measure
     reference.measure = lambda samples, *how: (seen.append(samples), measure(samples, *how))[1]
     trainer.train()
-    errors = [row.get("ref/kl_error") for row in lines(tmp_path / "run" / "metrics.jsonl")]
+    errors = [row.get("ref/kl_error") for row in lines(tmp_path / "run")]
     assert errors[0] > 0 and errors[1:] == [None] and reference.exact is None
     quantized, truth = (torch.cat(r.score(seen[0], WHOLE)) for r in (reference, exact))
     d = (quantized - truth).double()

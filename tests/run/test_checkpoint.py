@@ -13,8 +13,8 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from resumed import same
 from safetensors.torch import load_file
+from torch.utils._pytree import tree_flatten
 from transformers import AutoModelForCausalLM
 
 from fastgrpo.config.settings import GRPOConfig
@@ -138,12 +138,15 @@ def test_the_newest_and_the_best_are_kept(tmp_path, limit, best, kept):
 def test_copies_of_a_state_stay_as_they_were(dtype):
     tensors, copies = [torch.ones(shape).to(dtype) for shape in ((2, 3), (), (0, 2))], HostCopies()
     state = {"list": [tensors[0], 7, [tensors[1]]], "dictionary": {"empty": tensors[2], "text": "a"}}
-    before, taken = copy.deepcopy(state), copies.take(state)
+    (before, form), taken = tree_flatten(copy.deepcopy(state)), copies.take(state)
     copies.before_update()
     for tensor in tensors:
         tensor.zero_()  # training goes on
     copies.wait()
-    assert same(taken, before)
+    mine, found = tree_flatten(taken)
+    assert found == form and [type(each) for each in mine] == [type(each) for each in before]
+    for one, other in zip(mine, before, strict=True):
+        assert torch.equal(one, other) and one.dtype == dtype if isinstance(other, torch.Tensor) else one == other
 
 
 @pytest.mark.parametrize("tied", [True, False])

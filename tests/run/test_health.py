@@ -164,7 +164,7 @@ def spoilt_trainer(tmp_path, spoilt_steps, reward=rising, **settings):
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, capsys):
     spoilt_trainer(tmp_path, {2}, loss_type="grpo").train()
-    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    rows = lines(tmp_path / "run")
     assert [row["skipped_updates"] for row in rows] == [0, 1, 0, 0]
     assert "loss" not in rows[1] and "grad_norm" not in rows[1] and "reward" in rows[1]
     assert all(row["loss"] == row["loss"] and row["grad_norm"] > 0 for row in (rows[0], rows[2], rows[3]))
@@ -189,4 +189,4 @@ def test_ten_in_a_row_end_the_run(tmp_path, idle):
     with pytest.raises(ValueError, match=rf"10 updates in a row[^\n]*\n  the last good checkpoint is .*{good}"):
         trainer.train()
     assert trainer.state.global_step == (10 if idle else 12)
-    assert sum(row["skipped_updates"] for row in lines(tmp_path / "run" / "metrics.jsonl")) >= 9
+    assert sum(row["skipped_updates"] for row in lines(tmp_path / "run")) >= 9

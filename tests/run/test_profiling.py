@@ -91,7 +91,7 @@ def test_profile_writes_a_trace_and_a_table(tmp_path, capsys, without_curves):
     spans = [event["name"] for event in events if event.get("cat") == "user_annotation"]
     assert all(spans.count(stage) == 2 for stage in set(STAGES) - {"other"})
     assert any(event.get("name") == "aten::mm" for event in events)
-    for row in lines(tmp_path / "run" / "metrics.jsonl"):
+    for row in lines(tmp_path / "run"):
         assert {f"time/{stage}" for stage in STAGES} <= set(row)
 
 

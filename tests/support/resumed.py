@@ -1,19 +1,18 @@
 """Runs that are stopped and go on: a reward that draws from every generator, and what two runs must share."""
 
 import functools
-import hashlib
 import json
-import os
 import random
+from unittest.mock import Mock
 
 import numpy
+import runs
 import tiny
 import torch
 
-from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
-from fastgrpo.run.checkpoint import MANIFEST, SHARDS, checkpoints
-from fastgrpo.run.snapshot import _Reader, read_tensors
+from fastgrpo.run.checkpoint import SHARDS, checkpoints
+from fastgrpo.run.snapshot import tensors_in
 
 
 def noisy(completions, log_metric, **columns):
@@ -31,19 +30,18 @@ def curriculum():
 def make_trainer(tmp_path, name, reward=noisy, seed=0, **settings):
     """A run of 8 steps; `seed` stands for whatever else the process did with the global generators."""
     defaults = {
-        "output_dir": str(tmp_path / str(name)), "max_steps": 8, "prompts_per_step": 4, "num_generations": 4,
-        "max_completion_length": 6, "learning_rate": 3e-3, "lr_scheduler_type": "cosine", "warmup_steps": 3,
-        "beta": 0.05, "num_iterations": 2, "logging_steps": 3, "eval_steps": 4, "save_steps": 2, "device": "cpu",
-        "dtype": "float32", "gradient_checkpointing": False,
+        "output_dir": str(tmp_path / str(name)), "max_steps": 8, "learning_rate": 3e-3, "lr_scheduler_type": "cosine",
+        "warmup_steps": 3, "beta": 0.05, "num_iterations": 2, "logging_steps": 3, "eval_steps": 4, "save_steps": 2,
+        "dtype": "float32", "model": str(tmp_path / "model"),
     }  # fmt: skip
-    model, rows = tmp_path / "model", [{"prompt": text} for text in ("x", "yz")]
-    if not model.exists():
-        tiny.save(model)
+    if not (tmp_path / "model").exists():
+        tiny.save(tmp_path / "model")
     random.seed(seed), numpy.random.seed(seed), torch.manual_seed(seed)
-    return GRPOTrainer(str(model), reward, GRPOConfig(**{**defaults, **settings}), curriculum(), rows)
+    rows = [{"prompt": text} for text in ("x", "yz")]
+    return runs.make_trainer(tmp_path, reward, curriculum(), rows, **{**defaults, **settings})
 
 
-def acting(step, act, reward=noisy):
+def acting(step, act):
     """The reward, which first calls `act` in one step; 0 is the evaluation before the first."""
 
     @functools.wraps(noisy)
@@ -51,18 +49,9 @@ def acting(step, act, reward=noisy):
         evaluation = len(completions) == 2
         if (step, evaluation) in ((0, trainer_state.global_step == 0), (trainer_state.global_step + 1, False)):
             act()
-        return reward(completions=completions, **arguments)
+        return noisy(completions=completions, **arguments)
 
     return acts
-
-
-def signalled(step, number, reward=noisy):
-    """The reward, which sends a signal to its own process during one step."""
-    return acting(step, lambda: os.kill(os.getpid(), number), reward)
-
-
-def lines(run, name="metrics.jsonl"):
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
 
 
 CLOCK = ("tokens/s", "rollout/tokens/s", "rollout/share", "mfu")  # with time/..., eval/time and step_time
@@ -70,7 +59,7 @@ CLOCK = ("tokens/s", "rollout/tokens/s", "rollout/share", "mfu")  # with time/..
 
 def untimed(run):
     """metrics.jsonl without what a clock says."""
-    return [{k: v for k, v in row.items() if "time" not in k and k not in CLOCK} for row in lines(run)]
+    return [{k: v for k, v in row.items() if "time" not in k and k not in CLOCK} for row in runs.lines(run)]
 
 
 WEIGHTS = {"model.safetensors", "adapter_model.safetensors"}
@@ -96,32 +85,13 @@ def assert_same_run(run, whole):
 
 def assert_same_shards(mine, theirs):
     """What several ranks wrote is the same: masters, moments, a reference's weights, the schedule, all generators."""
-    states = []
-    for path in (mine, theirs):
-        listed = _Reader(path).read_metadata().state_dict_metadata
-        tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in listed.items()}
-        read_tensors(path, tensors)
-        files = {file.name: torch.load(file, weights_only=True) for file in path.glob("*.pt")}
-        states.append(tensors | files)
-    assert states[0].keys() == states[1].keys() > {"values.pt", "rng-0.pt", "rng-1.pt"}
-    assert any(name.startswith("optimizer.exp_avg_sq.") for name in states[0])
-    different = [name for name, value in states[0].items() if not same(value, states[1][name])]
+    assert any(name.startswith("optimizer.exp_avg_sq.") for name in tensors_in(mine))
+    files, others = (
+        {p.name: p.read_bytes() for p in path.iterdir() if p.name != ".metadata"} for path in (mine, theirs)
+    )
+    assert files.keys() == others.keys() > {"values.pt", "rng-0.pt", "rng-1.pt"}
+    different = [name for name in files if files[name] != others[name]]
     assert not different, different
-
-
-def same(mine, theirs):
-    """Whether two values, which may hold tensors, are the same to the last bit."""
-    if isinstance(mine, torch.Tensor):
-        return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
-    if isinstance(mine, dict):
-        return mine.keys() == theirs.keys() and all(same(value, theirs[name]) for name, value in mine.items())
-    if isinstance(mine, (list, tuple)):
-        return len(mine) == len(theirs) and all(map(same, mine, theirs))
-    return mine == theirs
-
-
-ADAPTERS = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear"}
-MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 2}
 
 
 class Crash(KeyboardInterrupt):
@@ -130,16 +100,4 @@ class Crash(KeyboardInterrupt):
 
 def crash(step):
     """The reward, which fails in one step: everything since the last save is lost."""
-
-    def fail():
-        raise Crash
-
-    return acting(step, fail)
-
-
-def write_manifest(path):
-    """List the files of a checkpoint folder anew, as they are now."""
-    files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name != MANIFEST]
-    found = {str(file.relative_to(path)): file.read_bytes() for file in files}
-    entries = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in found.items()}
-    (path / MANIFEST).write_text(json.dumps({"files": entries}))
+    return acting(step, Mock(side_effect=Crash))

@@ -33,8 +33,8 @@ def make_trainer(tmp_path, reward=share_of_a, rows=PROMPTS, eval_rows=None, chat
     return GRPOTrainer(model, reward, GRPOConfig(**{**defaults, **settings}), rows, eval_rows, **given)
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def lines(run, name="metrics.jsonl"):
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
 
 
 def samples_of(count=6, seed=0):

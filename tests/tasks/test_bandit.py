@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from resumed import lines
+from runs import lines
 
 from fastgrpo.evaluate import main as evaluate
 from fastgrpo.rewards.values import Logs

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from resumed import lines
+from runs import lines
 
 from fastgrpo.config.settings import TrainConfig
 from fastgrpo.evaluate import main as evaluate

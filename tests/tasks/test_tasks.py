@@ -7,7 +7,7 @@ import pytest
 import tiny
 from jails import needs_namespaces
 from paths import DATA
-from resumed import lines
+from runs import lines
 from transformers import AutoTokenizer
 
 from fastgrpo.config.recipe import parse

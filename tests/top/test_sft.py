@@ -5,7 +5,7 @@ import json
 import pytest
 import tiny
 from mistakes import check
-from resumed import lines
+from runs import lines
 
 from fastgrpo import sft
 from fastgrpo.run.checkpoint import checkpoints

@@ -69,7 +69,7 @@ def test_stopping_ends_the_run_as_its_end_does(tmp_path):
     stop, run = Wishes("should_training_stop"), tmp_path / "run"
     make_trainer(tmp_path, eval_rows=PROMPTS[:2], max_steps=5, logging_steps=4, callbacks=[stop]).train()
     assert (run / "checkpoint-1").is_dir() and json.loads((run / "summary.json").read_text())["steps"] == 1
-    logged = [{"reward", "eval/accuracy"} & set(row) for row in lines(run / "metrics.jsonl")]
+    logged = [{"reward", "eval/accuracy"} & set(row) for row in lines(run)]
     assert logged == [{"eval/accuracy"}, {"reward"}, {"eval/accuracy"}]
 
 
@@ -78,7 +78,7 @@ def test_a_wish_is_fulfilled_after_its_step(tmp_path, flag):
     settings = {"eval_rows": PROMPTS[:2], "max_steps": 3, "logging_steps": 3, "eval_on_start": False}
     make_trainer(tmp_path, callbacks=[Wishes(flag)], **settings).train()
     run = tmp_path / "run"
-    first = {name for row in lines(run / "metrics.jsonl") if row["step"] == 1 for name in row}
+    first = {name for row in lines(run) if row["step"] == 1 for name in row}
     assert (run / "checkpoint-1").exists() == (flag == "should_save")
     assert ("eval/accuracy" in first, "reward" in first) == (flag == "should_evaluate", flag == "should_log")
 

@@ -38,6 +38,6 @@ def test_a_run_measures_every_update(tmp_path):
     """Entropies of this vocabulary are below the target of 20 nats, so that the coefficient rises with each update."""
     settings = {"use_adaptive_entropy": True, "entropy_coef_delta": 0.01, "entropy_target": 20.0, "num_iterations": 2}
     make_trainer(tmp_path, **settings).train()
-    rows = [row for row in lines(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
+    rows = [row for row in lines(tmp_path / "run") if "loss" in row]
     assert [row["entropy_coef"] for row in rows] == pytest.approx([0.02, 0.04])
     assert all(row["entropy"] > 0 for row in rows)

@@ -8,7 +8,8 @@ import pytest
 import runs
 import tiny
 import torch
-from resumed import assert_same_run, lines
+from resumed import assert_same_run
+from runs import lines
 from trl.rewards import get_soft_overlong_punishment
 
 from fastgrpo.rollout.engine import RolloutEngine

@@ -78,7 +78,7 @@ def test_a_reward_model_trains(tmp_path, by_name):
     given, tokenizers = (str(tmp_path / "judge"), None) if by_name else ([judge, share_of_a], [tokenizer, None])
     trainer = script(tmp_path, given, reward_processing_classes=tokenizers)
     assert trainer.reward_processing_classes[0] is tokenizer or by_name
-    assert trained(trainer) and lines(tmp_path / "run" / "metrics.jsonl")[0]["reward_std"] > 0
+    assert trained(trainer) and lines(tmp_path / "run")[0]["reward_std"] > 0
 
 
 def test_a_row_that_nothing_judges_is_told_of(tmp_path, caplog):
@@ -173,7 +173,7 @@ def test_a_stream_and_a_data_frame_train_and_evaluate(tmp_path):
     trainer = make_trainer(tmp_path, rows=STREAM, eval_rows=pandas.DataFrame(PROMPTS), **settings)
     assert len(trainer.source) == 3
     trainer.train()
-    measured = [row for row in lines(tmp_path / "run" / "metrics.jsonl") if "eval/accuracy" in row]
+    measured = [row for row in lines(tmp_path / "run") if "eval/accuracy" in row]
     assert [row["step"] for row in measured] == [0, 1]
     refills = {"prompts_per_step": 2, "dynamic_sampling": 3, "max_steps": 2, "output_dir": str(tmp_path / "other")}
     trainer = make_trainer(tmp_path, rows=STREAM, eval_rows=STREAM, max_eval_samples=5, **refills)

@@ -28,7 +28,7 @@ def test_a_learnable_reward_is_learnt_within_20_updates(tmp_path):
 
     settings = {"num_generations": 32, "prompts_per_step": 8, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
     make_trainer(tmp_path, vowels, max_steps=20, **settings).train()
-    rewards = [row["reward"] for row in lines(tmp_path / "run" / "metrics.jsonl") if "reward" in row]
+    rewards = [row["reward"] for row in lines(tmp_path / "run") if "reward" in row]
     assert rewards[0] <= 0.2 and max(rewards) >= 0.95
 
 
@@ -99,7 +99,7 @@ def test_what_a_run_leaves_behind(tmp_path, monkeypatch):
         reward_weights=[1.0, 0.5], report_to="tensorboard",
     )  # fmt: skip
     summary, run = trainer.train(), tmp_path / "run"
-    rows, samples = lines(run / "metrics.jsonl"), lines(run / "samples.jsonl")
+    rows, samples = lines(run), lines(run, "samples.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 1, 2, 2] and len(samples) == 2 * 16
     known = re.compile("|".join(re.sub(r"\\{\w+\\}", ".+", re.escape(name)) for name in METRICS))
     names = {name for row in rows for name in row} - {"step", "answer_length", "eval/answer_length"}
@@ -129,7 +129,7 @@ def test_epochs_set_the_steps(tmp_path):
 def test_a_run_shorter_than_logging_steps_logs_its_last_step(tmp_path):
     make_trainer(tmp_path, logging_steps=10).train()
     for name in ("metrics", "samples"):
-        assert {row["step"] for row in lines(tmp_path / "run" / f"{name}.jsonl")} == {2}
+        assert {row["step"] for row in lines(tmp_path / "run", f"{name}.jsonl")} == {2}
 
 
 @pytest.mark.parametrize("samples, updates, sizes", [(5, 4, [1, 1, 1, 2]), (6, 3, [2, 2, 2])])
@@ -144,7 +144,7 @@ def test_minibatches_are_balanced_and_as_many_as_asked_for(samples, updates, siz
 
 def test_steps_without_any_verdict_move_nothing(tmp_path):
     make_trainer(tmp_path, lambda completions, **_: [None] * len(completions), reward_errors="skip").train()
-    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    rows = lines(tmp_path / "run")
     assert len(rows) == 2 and all("reward" not in row and row["frac_informative"] == 0 for row in rows)
 
 
@@ -158,7 +158,7 @@ def test_steps_without_any_verdict_move_nothing(tmp_path):
 def test_advantages_follow_the_settings(tmp_path, settings, formula):
     values = torch.tensor([[0.0, 1, 2, 6]] * 2 + [[0.0, 1, 1, 2]] * 2)
     make_trainer(tmp_path, lambda completions, **_: values.flatten().tolist(), **settings).step()
-    made = torch.tensor([row["advantage"] for row in lines(tmp_path / "run" / "samples.jsonl")]).view(-1, 4)
+    made = torch.tensor([row["advantage"] for row in lines(tmp_path / "run", "samples.jsonl")]).view(-1, 4)
     expected = formula(values - values.mean(1, keepdim=True), values.std(1, keepdim=True))
     torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5)
 

@@ -116,5 +116,5 @@ def test_the_gradient_is_that_of_full_logits(name, share_prompt):
 )
 def test_a_run_measures_a_kl_that_begins_at_0(tmp_path, settings):
     make_trainer(tmp_path, rising, beta=0.1, kl="full", **settings).train()
-    first, second = (row["kl"] for row in lines(tmp_path / "run" / "metrics.jsonl") if "kl" in row)
+    first, second = (row["kl"] for row in lines(tmp_path / "run") if "kl" in row)
     assert 1e-6 < second < 1 and (first == pytest.approx(0, abs=1e-6) or "num_iterations" in settings)

@@ -28,7 +28,7 @@ def test_a_run_that_is_to_be_overwritten_goes_when_the_next_one_begins(tmp_path)
     trainer = make_trainer(tmp_path, overwrite_output_dir=True)
     assert (tmp_path / "run" / "checkpoint-3").is_dir()
     trainer.train()
-    assert [row["step"] for row in lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    assert [row["step"] for row in lines(tmp_path / "run")] == [1, 2]
     assert not (tmp_path / "run" / "checkpoint-3").exists()
 
 

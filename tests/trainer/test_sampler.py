@@ -86,7 +86,7 @@ def test_a_run_with_a_penalty_learns_and_is_judged_without_it(tmp_path, monkeypa
     seen, generate = [], trainer.engine.generate
     monkeypatch.setattr(trainer.engine, "generate", lambda *given: seen.append(given[2]) or generate(*given))
     trainer.train()
-    (row,) = [row for row in lines(tmp_path / "run" / "metrics.jsonl") if "rollout/logp_gap" in row]
+    (row,) = [row for row in lines(tmp_path / "run") if "rollout/logp_gap" in row]
     assert row["rollout/logp_gap"] < 1e-5  # the old policy's log-probs are those without the penalty
     assert row["sampling/sampling_logp_difference/max"] > 0.01
     assert len(seen) >= 2 and not any(sampling.penalizes for sampling in seen)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from resumed import assert_same_run, lines
-from runs import share_of_a
+from resumed import assert_same_run
+from runs import lines, share_of_a
 from updates import before_each_step, make_update
 
 from fastgrpo import SFTConfig, SFTTrainer, linear_grpo_loss

@@ -8,9 +8,9 @@ import shutil
 import pytest
 import tiny
 from mistakes import Case, check
-from resumed import write_manifest
 
 from fastgrpo import report, train
+from fastgrpo.run.checkpoint import MANIFEST, STATE, _entry
 from fastgrpo.run.curves import draw_curves
 from fastgrpo.run.folder import LOCK, MADE
 
@@ -47,10 +47,17 @@ def after(case, finished):
 
 
 def change_state(checkpoint, without=(), **changes):
-    state = json.loads((checkpoint / "trainer_state.json").read_text()) | changes
+    state = json.loads((checkpoint / STATE).read_text()) | changes
     state = {name: value for name, value in state.items() if name not in without}
-    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
-    write_manifest(checkpoint)
+    write_state(checkpoint, json.dumps(state))
+
+
+def write_state(checkpoint, text):
+    """Write the state of a run, and list it in the manifest anew."""
+    (checkpoint / STATE).write_text(text)
+    listed = json.loads((checkpoint / MANIFEST).read_text())
+    listed["files"][STATE] = _entry(checkpoint / STATE)
+    (checkpoint / MANIFEST).write_text(json.dumps(listed))
 
 
 def tree(folder):
@@ -130,8 +137,7 @@ def test_a_report_does_not_overwrite_a_picture_that_no_run_made(after, capfd, th
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", "\x80"], ids=lambda text: text[:2])
 def test_a_state_that_cannot_be_read_is_named(after, capfd, text):
-    (after.run / "checkpoint-2" / "trainer_state.json").write_text(text)
-    write_manifest(after.run / "checkpoint-2")
+    write_state(after.run / "checkpoint-2", text)
     refused(after, capfd, "checkpoint-2/trainer_state.json (cannot be|does not hold)", **RESUMED)
 
 

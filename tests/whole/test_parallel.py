@@ -93,7 +93,7 @@ def train_all(folder, names):
 def metrics(path):
     """The lines of metrics.jsonl without what a clock measured."""
     timed = ("time/", "eval/time", "step_time", "tokens/s", "rollout/tokens/s", "rollout/share", "rollout/live")
-    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in lines(path / "metrics.jsonl")]
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in lines(path)]
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def folder(tmp_path_factory):
 
 def compare(one, other):
     """Compare what two runs left behind."""
-    for row, of_other in zip(lines(one / "samples.jsonl"), lines(other / "samples.jsonl"), strict=True):
+    for row, of_other in zip(lines(one, "samples.jsonl"), lines(other, "samples.jsonl"), strict=True):
         # Those of a policy after updates, whose sums the ranks round in another order; 4 decimals are written.
         for name in ("logps", "ratios"):
             assert row.pop(name, []) == pytest.approx(of_other.pop(name, []), abs=1.5e-4), other.name

@@ -2,12 +2,14 @@
 
 import json
 import signal
+from functools import partial
 
 import pytest
 import runs
 import tiny
 import torch
-from resumed import ADAPTERS, MOVING, Crash, assert_same_run, crash, lines, make_trainer, signalled
+from resumed import Crash, acting, assert_same_run, crash, make_trainer
+from runs import lines
 
 from fastgrpo import GRPOConfig
 from fastgrpo.run.checkpoint import NEEDED, checkpoints, write_checkpoint
@@ -16,12 +18,13 @@ from fastgrpo.run.log import RunLog
 from fastgrpo.run.resume import newest_good
 
 pytestmark = pytest.mark.usefixtures("without_curves")
+ADAPTERS = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear"}
 
 
 def stopped(folder, step, name="run", **settings):
     """The folder of a run that SIGTERM stopped after a step."""
     with pytest.raises(SystemExit) as stop:
-        make_trainer(folder, name, signalled(step, signal.SIGTERM), **settings).train()
+        make_trainer(folder, name, acting(step, partial(signal.raise_signal, signal.SIGTERM)), **settings).train()
     assert stop.value.code == 143
     return folder / name
 
@@ -59,7 +62,7 @@ def rounded(model, name, device):
     [
         (ADAPTERS, None),
         (ADAPTERS | {"beta": 0.0, "dtype": "bfloat16"}, None),
-        (MOVING | {"ref_storage": "cpu"}, None),
+        ({"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_storage": "cpu"}, None),
         ({"ref_storage": "int8"}, "torchao"),
         ({"ref_storage": "int8", "scale_rewards": "none"}, None),  # a stand-in for torchao: see `rounded`
         ({"beta": 0.0, "rollout_backend": "hf"}, None),

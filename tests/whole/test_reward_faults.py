@@ -44,7 +44,7 @@ def test_a_run_with_faults_ends_and_leaves_no_process(tmp_path):
         reward_errors="skip", reward_timeout=0.5, reward_workers=2,
     )  # fmt: skip
     trainer.train()
-    found = lines(tmp_path / "run" / "metrics.jsonl")
+    found = lines(tmp_path / "run")
     assert not {*psutil.Process().children(recursive=True)} - before
     assert killer.killed == 2 and found[-1]["step"] == 12
     for kind in ("errors", "timeouts"):
@@ -94,11 +94,11 @@ def test_a_run_is_the_same_with_a_function_that_spoils_all_that_it_gets(tmp_path
         path = tmp_path / function.__code__.co_name
         make_trainer(path, function, rows, rows[:1], chat=True, eval_steps=1).train()
         run = path / "run"
-        metrics = lines(run / "metrics.jsonl")
+        metrics = lines(run)
         times = {name for line in metrics for name in line if "time" in name or "/s" in name or name == "rollout/share"}
         metrics = [{name: value for name, value in line.items() if name not in times} for line in metrics]
         weights = (run / "checkpoint-2" / "model.safetensors").read_bytes()
-        written.append((metrics, lines(run / "samples.jsonl"), weights))
+        written.append((metrics, lines(run, "samples.jsonl"), weights))
     assert written[0] == written[1]
     assert any(line.get("grad_norm", 0) > 0 for line in written[0][0])
     assert json.dumps(rows) == before and os.getcwd() == folder

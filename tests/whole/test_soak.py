@@ -71,8 +71,8 @@ def test_the_soak(tmp_path):
         code, seen = live(tmp_path, stop_at)
         codes.append(code)
     assert codes == [143] * len(STOPS) + [0], (tmp_path / "said.txt").read_text()[-2000:]
-    written = lines(tmp_path / "run" / "metrics.jsonl")
-    samples = [row["step"] for row in lines(tmp_path / "run" / "samples.jsonl")]
+    written = lines(tmp_path / "run")
+    samples = [row["step"] for row in lines(tmp_path / "run", "samples.jsonl")]
     assert [row["step"] for row in written if "step_time" in row] == list(range(1, STEPS + 1))
     assert [row["step"] for row in written if "eval/accuracy" in row] == list(range(0, STEPS + 1, 10))
     assert samples == [step for step in range(1, STEPS + 1) for _ in range(KEPT_SAMPLES)]
