@@ -15,10 +15,7 @@ from trl_pairs import gradients, make_inputs, pair
 
 from fastgrpo.integrations.trl import attach
 
-SMALL = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
-}  # fmt: skip
+SMALL = tiny.SHAPE | {"head_dim": 8}
 HEADS = {
     "plain": ("Llama", {}),
     "soft-cap": ("Gemma2", {"final_logit_softcapping": 2.0}),

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from decode_cases import chi_square_score, random_decode
+from decode_cases import chi_square_tail, random_decode
 
 from fastgrpo.kernels.decode import group_decode
 from fastgrpo.kernels.sampling import sample
@@ -35,7 +35,7 @@ def test_draws_follow_the_distribution(filters):
     row = torch.randn(200, device="cuda")
     logits = row.expand(200_000, -1).contiguous()
     tokens, _, _ = sample(logits, torch.rand(200_000, device="cuda"), temperature=0.9, **filters)
-    assert chi_square_score(tokens, row, 0.9, filters) < 3.72
+    assert chi_square_tail(tokens, row, 0.9, filters) > 1e-4
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)

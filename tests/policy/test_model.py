@@ -16,11 +16,8 @@ IDS = torch.tensor([5, 9, 20, 7, 11])
 
 def test_logits_and_log_probs_have_the_soft_cap_of_the_model():
     torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, final_logit_softcapping=CAP, sliding_window=64,
-    )  # fmt: skip
-    model = Gemma3ForCausalLM(config)
+    settings = {**tiny.SHAPE, "head_dim": 8, "final_logit_softcapping": CAP, "sliding_window": 64}
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**settings))
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(4)
     policy = prepare(model)

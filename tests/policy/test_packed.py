@@ -96,11 +96,7 @@ def test_log_probs_and_gradients(architecture, how, shapes, budget, checkpointin
         torch.testing.assert_close(found[name], gradient, atol=1e-9, rtol=1e-9, msg=name)
 
 
-SHAPE = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 1,
-    "pad_token_id": 0,
-}  # fmt: skip
+SHAPE = tiny.SHAPE | {"head_dim": 8}
 
 
 def special_model(name, **how):

@@ -88,7 +88,7 @@ def test_what_takes_too_long_is_given_up_with_all_that_it_started(tmp_path, monk
     assert judged.timeouts == {"endless": 1, "meeting": 1, "blocks": 1}
     assert judged.errors == {"own_timeout": 4}  # a function's own limit is its own error
     children = (tmp_path / "children").read_text().split()
-    awaited(lambda: len(children) == 2 and all(map(is_gone, children)))
+    awaited(lambda: len(children) == 3 and all(map(is_gone, children)))
 
 
 def test_a_batch_that_takes_too_long_ends_no_run(tmp_path):
@@ -100,13 +100,6 @@ def test_a_batch_that_takes_too_long_ends_no_run(tmp_path):
 def test_bytes_that_a_function_writes_to_the_pipe_cost_its_call():
     judged = judge([pool_rewards.scribbles], ["fine", "half", "other", "long", "fine"])
     assert str(rewards_of(judged, "scribbles")) == "[1.0, nan, nan, nan, 1.0]" and judged.errors == {"scribbles": 3}
-
-
-def test_a_process_whose_parent_ended_is_killed_too(tmp_path):
-    with Rewards(pool_rewards.daemon, timeout=0.5, workers=1) as rewards:
-        rewards(completions(str(tmp_path / "pid")))
-    awaited((tmp_path / "pid").exists)
-    awaited(lambda: is_gone((tmp_path / "pid").read_text()))
 
 
 def test_a_death_costs_one_call_and_one_try(tmp_path):

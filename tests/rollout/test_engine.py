@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import tiny
 import torch
-from drawing import PROMPTS, finish, greedy_of_transformers, ids_of
+from drawing import PROMPTS, finish, ids_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +30,11 @@ model_of = cache(tiny.model)
 
 @cache
 def greedy(architecture, number, penalty):
-    return greedy_of_transformers(model_of(architecture), POOL[number], LONGEST, (), penalty)
+    """The completion of transformers."""
+    ids = torch.tensor([POOL[number]])
+    how = {"do_sample": False, "max_new_tokens": LONGEST, "eos_token_id": None, "pad_token_id": 0}
+    out = model_of(architecture).generate(ids, attention_mask=torch.ones_like(ids), repetition_penalty=penalty, **how)
+    return out[0, ids.shape[1] :].tolist()
 
 
 def cut(ids, limit, stops):

@@ -7,6 +7,7 @@ from unittest.mock import MagicMock, call
 
 import pandas
 import pytest
+from runs import lines
 
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.ranks import Ranks
@@ -20,15 +21,11 @@ def make_log(tmp_path, **settings):
     return RunLog(GRPOConfig(**{"output_dir": str(tmp_path / "run"), "logging_steps": 2, **settings}))
 
 
-def lines(tmp_path, name="metrics.jsonl"):
-    return [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
-
-
 def test_metrics_are_means_over_logging_steps(tmp_path):
     with make_log(tmp_path, logging_steps=3, logging_first_step=True) as log:
         for step in range(1, 9):
             log.step(step, {"reward": float(step), "num_tokens": 10 * step}, last=step == 8)
-    assert lines(tmp_path) == [
+    assert lines(tmp_path / "run") == [
         {"step": step, "reward": mean, "num_tokens": 10 * step} for step, mean in ((1, 1), (3, 2.5), (6, 5), (8, 7.5))
     ]
 
@@ -48,14 +45,14 @@ def test_not_every_metric_is_a_mean(tmp_path, name, values, logged):
     with make_log(tmp_path, logging_steps=3) as log:
         for step, value in enumerate(values, 1):
             log.step(step, {} if value is None else {name: value})
-    assert lines(tmp_path) == [{"step": 3, name: logged}]
+    assert lines(tmp_path / "run") == [{"step": 3, name: logged}]
     assert set(metrics._REDUCED) <= set(METRICS)
 
 
 def test_a_line_is_on_the_disk_at_once_and_the_latest_value_is_known(tmp_path):
     with make_log(tmp_path) as log:
         log.write(0, {"eval/accuracy": 0.25})
-        assert lines(tmp_path) == [{"step": 0, "eval/accuracy": 0.25}]
+        assert lines(tmp_path / "run") == [{"step": 0, "eval/accuracy": 0.25}]
         log.step(1, {"reward": 1.0})
         log.step(2, {"reward": 2.0})
         assert log.latest == {"eval/accuracy": (0, 0.25), "eval_accuracy": (0, 0.25), "reward": (2, 1.5)}
@@ -94,12 +91,13 @@ def test_a_log_goes_back_to_where_it_stood_at_a_checkpoint(tmp_path, capsys):
         (tmp_path / "run" / "config.json").unlink()
         log.load_state_dict(state)
         assert json.loads((tmp_path / "run" / "config.json").read_text())["logging_steps"] == 2
-        assert lines(tmp_path) == [{"step": 2, "reward": 2.0}] and lines(tmp_path, "samples.jsonl") == [{"step": 2}]
+        assert lines(tmp_path / "run") == [{"step": 2, "reward": 2.0}]
+        assert lines(tmp_path / "run", "samples.jsonl") == [{"step": 2}]
         log.step(4, {"reward": 5.0})
         log.samples([{"step": 3}])
         assert 1000 <= log.state_dict()["wall_seconds"] < 1100
-        assert lines(tmp_path) == [{"step": 2, "reward": 2.0}, {"step": 4, "reward": 4.0}]
-        assert lines(tmp_path, "samples.jsonl") == [{"step": 2}, {"step": 3}]
+        assert lines(tmp_path / "run") == [{"step": 2, "reward": 2.0}, {"step": 4, "reward": 4.0}]
+        assert lines(tmp_path / "run", "samples.jsonl") == [{"step": 2}, {"step": 3}]
         (tmp_path / "run" / "metrics.jsonl").write_text("")
         log.load_state_dict(state)
     told = capsys.readouterr().out

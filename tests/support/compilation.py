@@ -33,7 +33,6 @@ class Compilation:
     warps: int
     stages: int = 3
     matrix: bool = True  # whether the machine code must hold matrix instructions
-    instruction: str | None = None  # pattern of the matrix instruction; None is that of the capability
     wants: tuple[str, ...] = ()  # patterns that the machine code must hold
     name: str | None = None  # in the table of budgets
 
@@ -73,6 +72,6 @@ class Compilation:
         assert stack == 0 and not re.search(r"\b(STL|LDL)\b", code), (registers, stack)
         assert not re.search(r"\b(DFMA|DADD|DMUL|DSETP|DMNMX|F2F\.F64)", code), "fp64, which is slow, and never meant"
         assert shared <= SHARED_LIMIT[self.capability]
-        instruction = self.instruction or MATRIX_INSTRUCTION[self.capability]
-        assert "EXIT" in code and (not self.matrix or re.search(rf"\b{instruction}", code))
+        assert "EXIT" in code
+        assert not self.matrix or re.search(rf"\b{MATRIX_INSTRUCTION[self.capability]}", code)
         assert all(re.search(pattern, code) for pattern in self.wants), self.wants

@@ -15,20 +15,15 @@ from unittest import mock
 
 import torch
 from ranks import LIMIT, fork
-from runs import PROMPTS
+from runs import make_trainer
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from updates import rising
 
-from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.policy.shard import local
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.trainer.update import Learner
-
-SETTINGS = {
-    "max_steps": 2, "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 6, "logging_steps": 1,
-    "device": "cpu",
-}  # fmt: skip
 
 
 class Counted(TorchDispatchMode):
@@ -45,7 +40,8 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def _note(self, function, args):
-        (group,) = (ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and _is_group(a))
+        boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
+        (group,) = map(ProcessGroup.unbox, boxed)
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         if group.group_name == self.host_group and not any(map(torch.is_floating_point, tensors)):
             self.host[self.places[-1]] += 1
@@ -68,10 +64,6 @@ class Counted(TorchDispatchMode):
         return mock.patch.object(owner, method, called)
 
 
-def spread(completions, **_):  # within every group, so that all of them are learned from
-    return [float(sum(map(ord, text)) % 13) for text in completions]
-
-
 def held(trainer):
     """Bytes of policy and optimizer on all ranks together."""
     states = [value for state in trainer.optimizer.adamw.state.values() for value in state.values() if value.ndim]
@@ -82,16 +74,11 @@ def held(trainer):
     return {name: sum(sizes[name] for sizes in every) for name in sizes}
 
 
-def _is_group(value):
-    return "ProcessGroup" in str(value._type())
-
-
 def main(out, model, cases):
     counts = {}
     for name, settings in cases.items():
         counted = Counted()
-        config = GRPOConfig(output_dir=str(out.parent / name), **SETTINGS, **settings)
-        trainer = GRPOTrainer(model, spread, config, PROMPTS)
+        trainer = make_trainer(out.parent, rising, model=model, output_dir=str(out.parent / name), **settings)
         counted.host_group = trainer.ranks.group.group_name
         trained = [p.numel() for p in trainer.policy.module.parameters() if p.requires_grad]
         units = [sum(p.numel() for p in layer.parameters()) for layer in trainer.policy.module.base_model.layers]

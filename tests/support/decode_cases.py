@@ -67,8 +67,8 @@ def random_decode(members, prompt_lengths, lengths, *, heads, depth, dtype=torch
     return case
 
 
-def chi_square_score(tokens, row, temperature, filters):
-    """Return by how many standard deviations the chi-square of draws from one row [V] exceeds its mean.
+def chi_square_tail(tokens, row, temperature, filters):
+    """Return the probability of a chi-square as large as that of draws from one row [V].
 
     No token that the filters cut may have been drawn.
     """
@@ -77,7 +77,5 @@ def chi_square_score(tokens, row, temperature, filters):
     counts = torch.bincount(tokens, minlength=len(row))
     assert (counts[~kept] == 0).all()
     expected = len(tokens) * probs
-    chi2 = ((counts - expected)[kept].square() / expected[kept]).sum().item()
-    freedom = int(kept.sum()) - 1
-    # Wilson and Hilferty: (chi2 / f)^(1/3) is normal with mean 1 - 2/(9f) and variance 2/(9f)
-    return ((chi2 / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    chi2 = ((counts - expected)[kept].square() / expected[kept]).sum()
+    return torch.special.gammaincc((kept.sum() - 1) / 2, chi2 / 2)

@@ -80,8 +80,7 @@ def truth_of(leaves, targets, scalar, *, temperature=1.0, softcap=None):
         temperature=temperature, return_entropy=True,
     )  # fmt: skip
     loss = scalar(logps, entropy)
-    found = {"logps": logps.detach(), "entropy": entropy.detach(), "loss": loss.detach()}
-    return {**found, **gradients(loss, leaves)}
+    return {"logps": logps.detach(), "entropy": entropy.detach(), "loss": loss.detach(), **gradients(loss, leaves)}
 
 
 def policy_loss(logps, rows, objective):
@@ -101,11 +100,6 @@ def scalar_of(rows, objective):
     return scalar
 
 
-def policy_scalar(head, objective, **fields):
-    """The loss of `objective` as a function of logps and entropy, for truth and plain."""
-    return scalar_of(head.rows(objective, **fields), objective)
-
-
 def _loss_of(head, scalar):
     def loss_of(logits):
         found = reference.logits_logprob(logits, head.targets, temperature=head.temperature, return_entropy=True)
@@ -119,14 +113,10 @@ def truth(head, scalar):
     return cases.exact(head.leaves(), head.softcap, _loss_of(head, scalar))
 
 
-def plain(head, scalar):
-    """The same in the inputs' dtype with fp32 logits."""
-    return cases.plain(head.leaves(), head.softcap, _loss_of(head, scalar))
-
-
 def check(ours, head, scalar):
-    """ours: a dict with some of truth's entries."""
-    for name, (mine, bound) in cases.judge(ours, truth(head, scalar), plain(head, scalar)).items():
+    """Compare some of truth's entries with those in the inputs' dtype with fp32 logits."""
+    plain = cases.plain(head.leaves(), head.softcap, _loss_of(head, scalar))
+    for name, (mine, bound) in cases.judge(ours, truth(head, scalar), plain).items():
         assert mine <= bound, (name, mine, bound)
 
 
@@ -139,9 +129,8 @@ def run_logprob(head, *, entropy=True, chunk_rows=8192):
         leaves["hidden"], leaves["weight"], head.targets, bias=leaves.get("bias"), temperature=head.temperature,
         softcap=head.softcap, return_entropy=entropy, chunk_rows=chunk_rows,
     )  # fmt: skip
-    loss = weighted(head, entropy)(logps, h)
-    grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
-    return {"logps": logps, **({"entropy": h} if entropy else {}), **grads}
+    found = {"logps": logps, "entropy": h} if entropy else {"logps": logps}
+    return found | gradients(weighted(head, entropy)(logps, h), leaves)
 
 
 def weighted(head, entropy=True):
@@ -163,5 +152,11 @@ def run_grpo(head, objective, *, chunk_rows=8192, factor=1.0, **fields):
         leaves["hidden"], leaves["weight"], leaves.get("bias"), head.rows(objective, **fields), objective,
         softcap=head.softcap, chunk_rows=chunk_rows,
     )  # fmt: skip
-    grads = torch.autograd.grad(loss * factor, list(leaves.values()))
-    return {"loss": loss, "logps": outputs["logps"], **dict(zip(leaves, grads, strict=True))}
+    return {"loss": loss, "logps": outputs["logps"], **gradients(loss * factor, leaves)}
+
+
+def check_grpo(head, objective, chunk_rows=8192, **fields):
+    """Check the fused loss, and return what `run_grpo` does."""
+    ours = run_grpo(head, objective, chunk_rows=chunk_rows, **fields)
+    check(ours, head, scalar_of(head.rows(objective, **fields), objective))
+    return ours

@@ -53,13 +53,3 @@ def same(ours, theirs):
         torch.testing.assert_close(a.metrics[name], b.metrics[name], rtol=1e-4, atol=2e-6, check_dtype=False)
     for x, y in zip(a_grads, b_grads, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
-
-
-def check_compiled(loss, hidden, weight, backend, exact=True):
-    """Assert that a compiled loss(hidden, weight) has the gradients of the eager one."""
-    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-    torch._dynamo.reset()
-    compiled = torch.compile(loss, backend=backend, fullgraph=True)
-    theirs, ours = (torch.autograd.grad(f(*leaves), leaves) for f in (loss, compiled))
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, **({"rtol": 0, "atol": 0} if exact else {}))

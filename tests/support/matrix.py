@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import tiny
 import torch
 from ranks import fork
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from fastgrpo.config import GRPOConfig
 from fastgrpo.data.records import Sample
@@ -21,7 +21,7 @@ from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import make_reference
-from fastgrpo.policy.shard import shard
+from fastgrpo.policy.shard import fill, shard
 from fastgrpo.ranks import ALONE, join
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Learner
@@ -103,13 +103,9 @@ def cases(size, count=2):
             dataclasses.replace(case, parallel=parallel, budget=budget if case in losses else 60)
             for case, (parallel, budget) in zip(chosen, ways, strict=False)
         ]
-    ways = list(itertools.product(("ddp", "fsdp2") if count > 1 else ("fsdp2",), (WHOLE, 150, 40)))
-    every = [
-        dataclasses.replace(case, parallel=parallel, budget=budget) for case in losses for parallel, budget in ways
-    ]
-    return every + [
-        dataclasses.replace(case, parallel=parallel, budget=60) for case in others for parallel in dict(ways)
-    ]
+    modes = ("ddp", "fsdp2") if count > 1 else ("fsdp2",)
+    crossed = [*itertools.product(losses, modes, (WHOLE, 150, 40)), *itertools.product(others, modes, (60,))]
+    return [dataclasses.replace(case, parallel=parallel, budget=budget) for case, parallel, budget in crossed]
 
 
 def trajectory(case, ranks=ALONE):
@@ -128,11 +124,13 @@ def trajectory(case, ranks=ALONE):
     objective = Objective(case.loss_type, beta=case.beta, max_completion_length=200, **knobs, **dict(case.knobs))
     gradients, weights, step = [], [], optimizer.step
 
+    def flat(tensors):
+        return torch.cat([(t.full_tensor() if isinstance(t, DTensor) else t).detach().flatten() for t in tensors])
+
     def noted(*arguments):
-        grads = [torch.zeros_like(m) if m.grad is None else m.grad for m in optimizer.masters]
-        gradients.append(torch.cat([whole(grad).flatten() for grad in grads]))
+        gradients.append(flat(torch.zeros_like(m) if m.grad is None else m.grad for m in optimizer.masters))
         norm = step(*arguments)
-        weights.append(torch.cat([whole(master.detach()).flatten() for master in optimizer.masters]))
+        weights.append(flat(optimizer.masters))
         return norm
 
     optimizer.step = noted
@@ -147,14 +145,9 @@ def trajectory(case, ranks=ALONE):
 def move(module):
     """Move the policy away from its reference, in the same way on every rank."""
     for i, parameter in enumerate(module.parameters()):
-        change = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) * 0.05
-        if isinstance(parameter, DTensor):
-            change = distribute_tensor(change, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        change = torch.empty_like(parameter)
+        fill(change, torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) * 0.05)
         parameter.add_(change)
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def main(path, size):

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from unittest.mock import Mock
 
 REWARDS = """
 def share(completions, **columns):
@@ -31,6 +32,9 @@ class Case:
         settings = json.loads((self.model / file).read_text())
         (self.model / file).write_text(json.dumps({**settings, **changes}))
 
+    def fail(self, name, error):
+        self.patch(name, Mock(side_effect=error))
+
     def argv(self, **changes):
         settings = {
             "task": "dataset", "dataset_name": self.rows, "model_name_or_path": self.model, "output_dir": self.run,
@@ -38,13 +42,6 @@ class Case:
             "max_completion_length": 4, "device": "cpu", **changes,
         }  # fmt: skip
         return [word for name, value in settings.items() if value is not None for word in (f"--{name}", str(value))]
-
-
-def raising(error):
-    def fail(*args, **kwargs):
-        raise error
-
-    return fail
 
 
 def check(main, argv, message, capfd):

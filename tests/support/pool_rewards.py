@@ -36,11 +36,13 @@ def verdicts(completions, log_metric, **_):
 
 
 def endless(completions, **_):
-    """Never ends, with a child in its own session and one in another."""
+    """Never ends, with a child in its own session, one in another, and a process in a third whose parent has ended."""
     if completions[0].startswith("hang"):
         children = [subprocess.Popen(["sleep", "100000"], start_new_session=other) for other in (False, True)]
+        script = ["sh", "-c", "sleep 100000 > /dev/null & echo $!"]
+        orphan = subprocess.check_output(script, start_new_session=True, text=True)
         path = Path(completions[0].removeprefix("hang "))
-        path.with_suffix(".part").write_text(" ".join(str(child.pid) for child in children))
+        path.with_suffix(".part").write_text(" ".join([orphan, *(str(child.pid) for child in children)]))
         path.with_suffix(".part").rename(path)
         time.sleep(100_000)
     return [1.0]
@@ -53,14 +55,6 @@ def scribbles(completions, **_):
         with contextlib.suppress(OSError):
             os.write(descriptor, text)
     return [1.0]
-
-
-def daemon(completions, **_):
-    """Never ends, and leaves a process in another session whose parent has ended."""
-    path = Path(completions[0])
-    script = f"sleep 100000 & echo $! > {path}.part && mv {path}.part {path}"
-    subprocess.Popen(["sh", "-c", script], start_new_session=True).wait()
-    time.sleep(100_000)
 
 
 def deadly(completions, **_):

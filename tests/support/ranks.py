@@ -18,7 +18,6 @@ from paths import ROOT
 
 LIMIT = 60.0  # seconds that a case may take
 START = 120.0  # seconds that processes may take to import what they need, on a busy machine
-STANDALONE = ("--standalone",)  # torchrun finds a free port by itself
 HANGING = {}  # the ranks of a case that never end
 # Variables of a launcher that runs the tests themselves must not reach the ranks.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -75,7 +74,7 @@ class Job:
 
 
 @contextmanager
-def start(command, *, count=2, launcher=STANDALONE, **environment):
+def start(command, *, count=2, launcher=("--standalone",), **environment):
     """Start ranks by torchrun: each runs a script, or -m and a module. Yields the job, of which nothing lives on."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = [*launcher, "--nproc_per_node", str(count), "--log_dir", folder, "--redirects", "3"]

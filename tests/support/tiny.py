@@ -12,6 +12,11 @@ CHAT_TEMPLATE = (
 )
 # One that reads a keyword argument, and refuses to go without it.
 MOODY_TEMPLATE = "{% if mood is not defined %}{{ raise_exception('no mood') }}{% endif %}[{{ mood }}]" + CHAT_TEMPLATE
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 1,
+    "pad_token_id": 0,
+}  # fmt: skip
 ARCHITECTURES = {  # the classes' names without Config and ForCausalLM, and settings
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
@@ -25,12 +30,7 @@ ARCHITECTURES = {  # the classes' names without Config and ForCausalLM, and sett
 def config(name="qwen2", **changes):
     """A 2-layer config with grouped-query attention."""
     family, own = ARCHITECTURES[name]
-    settings = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 1,
-        "pad_token_id": 0,
-    }  # fmt: skip
-    return getattr(transformers, f"{family}Config")(**{**settings, **own, **changes})
+    return getattr(transformers, f"{family}Config")(**{**SHAPE, **own, **changes})
 
 
 def model(name="qwen2", seed=0, gradient_checkpointing=False, **changes):

@@ -34,8 +34,8 @@ def trainer(kind, path, folder, peft_config=None, use_vllm=False, **settings):
     rows = Dataset.from_list([{"prompt": text} for text in ("ab", "c", "hello ", "1+1=", "x", "to", "be", "or")])
     with warnings.catch_warnings(), mock.patch.dict(os.environ, CI="1"):  # in CI, TRL sends no telemetry
         warnings.simplefilter("ignore")
-        more = {"processing_class": tiny.tokenizer(), "peft_config": peft_config}
-        made = kind(str(path), length_reward, config, rows, **more)
+        tokenizer = tiny.tokenizer()
+        made = kind(str(path), length_reward, config, rows, processing_class=tokenizer, peft_config=peft_config)
     made.current_gradient_accumulation_steps, made.use_vllm = config.gradient_accumulation_steps, use_vllm
     made.model.train()
     return made
@@ -43,8 +43,8 @@ def trainer(kind, path, folder, peft_config=None, use_vllm=False, **settings):
 
 def pair(path, folder, **settings):
     """TRL's trainer and ours, with equal weights."""
-    kinds = {"theirs": GRPOTrainer, "ours": FusedGRPOTrainer}
-    return SimpleNamespace(**{name: trainer(kinds[name], path, folder / name, **settings) for name in kinds})
+    theirs = trainer(GRPOTrainer, path, folder / "theirs", **settings)
+    return SimpleNamespace(theirs=theirs, ours=trainer(FusedGRPOTrainer, path, folder / "ours", **settings))
 
 
 def make_inputs(trls, *, old=True, tools=False, seed=0):
@@ -115,16 +115,6 @@ def weights(trainer):
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
 
 
-def descend(trainer, inputs, steps=5, lr=0.1):
-    """Take steps of SGD, and return the weights."""
-    parameters = [p for p in trainer.model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(parameters, lr=lr)
-    for _ in range(steps):
-        gradients(trainer, inputs)
-        optimizer.step()
-    return weights(trainer)
-
-
 def assert_same_metrics(theirs, ours, mode="train"):
     expected, found = theirs._metrics[mode], ours._metrics[mode]
     assert found.keys() == expected.keys() and expected
@@ -146,6 +136,11 @@ def assert_same_gradients(both, inputs, least=1e-3):
 def assert_same_training(both, inputs):
     """Five steps of SGD from here lead to the same weights."""
     before = weights(both.theirs)
-    theirs, ours = descend(both.theirs, inputs), descend(both.ours, inputs)
+    for one in (both.theirs, both.ours):
+        optimizer = torch.optim.SGD(one.model.parameters(), lr=0.1)
+        for _ in range(5):
+            gradients(one, inputs)
+            optimizer.step()
+    theirs, ours = weights(both.theirs), weights(both.ours)
     assert (theirs - before).abs().max() >= 1e-3
     assert (ours - theirs).abs().max() <= 1e-5

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import tiny_gguf
 import torch
-from mistakes import Case, check, raising
+from mistakes import Case, check
 
 from fastgrpo import train
 
@@ -219,12 +219,12 @@ RUNS = {
         {"task": "gsm8k", "reward_funcs": None}, lambda c: c.write('{"question": "b"}'), "train.jsonl:1: .*'answer'",
     ),
     "a data set that the hub does not have": (
-        {"dataset_name": "a/b"}, lambda c: c.patch("datasets.load_dataset", raising(FileNotFoundError("none"))),
+        {"dataset_name": "a/b"}, lambda c: c.fail("datasets.load_dataset", FileNotFoundError("none")),
         "data set 'a/b'",
     ),
     "an unwritable cache": (
         {"dataset_name": "a/b"},
-        lambda c: c.patch("datasets.load_dataset", raising(PermissionError(errno.EACCES, "no", "/root/.cache"))),
+        lambda c: c.fail("datasets.load_dataset", PermissionError(errno.EACCES, "no", "/root/.cache")),
         "/root/.cache.*HF_HOME",
     ),
     "no reward": ({"reward_funcs": None}, None, "--reward_funcs"),
@@ -239,18 +239,18 @@ RUNS = {
         {"device": "cuda"}, lambda c: c.patch("torch.cuda.is_available", lambda: False), "device='cuda'",
     ),
     "no transformers": (
-        {}, lambda c: c.patch("fastgrpo.train.make_trainer", raising(ModuleNotFoundError(name="transformers"))),
+        {}, lambda c: c.fail("fastgrpo.train.make_trainer", ModuleNotFoundError(name="transformers")),
         r"pip install 'fastgrpo\[train\]'",
     ),
     "a folder with something in it": (
         {}, lambda c: (c.run.mkdir(), (c.run / "notes").write_text("x")), "run .*--overwrite_output_dir",
     ),
     "a folder without permission": (
-        {}, lambda c: c.patch("pathlib.Path.mkdir", raising(PermissionError(errno.EACCES, "Not yours", "/x"))),
+        {}, lambda c: c.fail("pathlib.Path.mkdir", PermissionError(errno.EACCES, "Not yours", "/x")),
         "output_dir /x",
     ),
     "a full disk": (
-        {}, lambda c: c.patch("transformers.PreTrainedModel.save_pretrained", raising(FULL)),
+        {}, lambda c: c.fail("transformers.PreTrainedModel.save_pretrained", FULL),
         "checkpoint-1 .*No space left.*--resume_from_checkpoint auto",
     ),
     "a full disk inside of torch": (  # which tells of an unexpected position
@@ -258,11 +258,11 @@ RUNS = {
             c.run / ".tmp-checkpoint-1" / "optimizer.pt").symlink_to("/dev/full")), "checkpoint-1 .*No space left",
     ),
     "no memory of the gpu": (
-        {}, lambda c: c.patch("fastgrpo.trainer.GRPOTrainer.step", raising(OUT)), "max_tokens_per_microbatch",
+        {}, lambda c: c.fail("fastgrpo.trainer.GRPOTrainer.step", OUT), "max_tokens_per_microbatch",
     ),
     "no memory to load": (
-        {}, lambda c: c.patch("fastgrpo.policy.load.AutoModelForCausalLM.from_pretrained",
-                              raising(RuntimeError(NO_ROOM))), "not enough memory",
+        {}, lambda c: c.fail("fastgrpo.policy.load.AutoModelForCausalLM.from_pretrained", RuntimeError(NO_ROOM)),
+        "not enough memory",
     ),
 }  # fmt: skip
 

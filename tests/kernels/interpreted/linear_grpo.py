@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from heads import check, policy_scalar, random_head, run_grpo, run_logprob
+from heads import check_grpo, random_head, run_grpo, run_logprob
 from objective_cases import EVERY
 
 from fastgrpo import Objective
@@ -24,7 +24,7 @@ OBJECTIVES = ("dapo", "k1-dapo", "k2-dapo", "dapo-k3", "abs-dapo", "dapo-correct
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective(name):
     head, objective = random_head(37, 16, 50), Objective(**EVERY[name])
-    check(run_grpo(head, objective), head, policy_scalar(head, objective))
+    check_grpo(head, objective)
 
 
 @pytest.mark.parametrize(("loss_type", "mode"), [("dapo", "sequence_mask"), ("vespo", "token_truncate")])
@@ -33,29 +33,25 @@ def test_importance_weights_against_the_sampler(loss_type, mode):
     objective = Objective(loss_type, importance_sampling_mode=mode, importance_sampling_clip_max=1.3)
     sampler = head.old_logps + 0.2 * torch.randn(37)
     sampler[3] = math.nan
-    ours = run_grpo(head, objective, sampler_logps=sampler)
-    check(ours, head, policy_scalar(head, objective, sampler_logps=sampler))
+    check_grpo(head, objective, sampler_logps=sampler)
 
 
 @pytest.mark.parametrize(("chunk_rows", "softcap"), [(16, 5.0), (8192, None)])
 def test_entropy_bonus(chunk_rows, softcap):
     head, objective = random_head(37, 16, 50, softcap=softcap), Objective(beta=0.1, entropy_coef=0.3)
-    bonus = torch.full((37,), 0.3 / 37)
-    ours = run_grpo(head, objective, chunk_rows=chunk_rows, entropy_weights=bonus)
-    check(ours, head, policy_scalar(head, objective, entropy_weights=bonus))
+    check_grpo(head, objective, chunk_rows, entropy_weights=torch.full((37,), 0.3 / 37))
 
 
 def test_several_chunks_are_exact_and_repeat_bit_for_bit():
     head = random_head(70, 16, 50, bias=True, temperature="row", softcap=5.0, scale=3.0)
-    ours, again = (run_grpo(head, DAPO, chunk_rows=32) for _ in range(2))
-    check(ours, head, policy_scalar(head, DAPO))
+    ours, again = (check_grpo(head, DAPO, 32) for _ in range(2))
     assert all(torch.equal(ours[name], again[name]) for name in ours)
 
 
 @pytest.mark.parametrize("chunk_rows", (64, 16))  # chunks end with sequences; a sequence is longer than a chunk
 def test_sequence_level_ratios_over_several_chunks(chunk_rows):
     head, objective = random_head(100, 16, 50), Objective(importance_sampling_level="sequence", beta=0.1)
-    check(run_grpo(head, objective, chunk_rows=chunk_rows), head, policy_scalar(head, objective))
+    check_grpo(head, objective, chunk_rows)
 
 
 @pytest.mark.parametrize(("chunk_rows", "frozen"), [(16, ("hidden",)), (8192, ("weight", "bias"))])

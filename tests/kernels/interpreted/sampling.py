@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from decode_cases import check_draws, chi_square_score
+from decode_cases import check_draws, chi_square_tail
 
 from fastgrpo.kernels import reference, sampling
 
@@ -103,4 +103,4 @@ def test_draws_follow_the_distribution(filters):
     """Chi-square of 40 draws from 8 tokens, held to the 99.99% quantile; test_rollout_kernels_gpu.py draws more."""
     row, draws = torch.linspace(0, 1.4, 8)[torch.randperm(8)], 40
     tokens, _, _ = sampling.sample(row.expand(draws, -1).contiguous(), torch.rand(draws), temperature=0.9, **filters)
-    assert chi_square_score(tokens, row, 0.9, filters) < 3.72
+    assert chi_square_tail(tokens, row, 0.9, filters) > 1e-4
