@@ -8,20 +8,19 @@ import pickle
 import re
 
 import pytest
-import tiny
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import forked
 from safetensors.torch import load_file
 from shard_ranks import DTYPES
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from toy_parts import about, addresses, differences, draws, make_parts, settings, trained_parts
+from toy_parts import about, addresses, differences, draws, make_parts, settings, snapshot_of, trained_parts
 from transformers import set_seed
 
 from fastgrpo.run import snapshot
 from fastgrpo.run.checkpoint import MANIFEST, verify, write_checkpoint
 from fastgrpo.run.log import open_log
-from fastgrpo.run.snapshot import HostCopies, Snapshot, read_tensors, restore, tensors_in
+from fastgrpo.run.snapshot import read_tensors, restore, tensors_in
 
 WRITERS = ("one", "ddp-2", "fsdp2-2", "ddp-4", "fsdp2-4")
 PAIRS = [(name, writer) for name in DTYPES for writer in WRITERS if name == "bf16" or not writer.endswith("2")]
@@ -40,7 +39,7 @@ def ranks(tmp_path_factory):
         set_seed(100)
         log = open_log(settings(top / f"{name}-one"))
         with log:
-            write_checkpoint(log.folder, 3, Snapshot(parts, tiny.tokenizer(), about(dtype), HostCopies()).write)
+            write_checkpoint(log.folder, 3, snapshot_of(parts, dtype).write)
     codes, said = forked("shard_ranks.py", folder)("all")
     assert codes == [0, 0, 0, -9], "\n".join(said)
     return top, [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in said]
@@ -56,18 +55,12 @@ def test_what_fails_on_one_rank_fails_on_all(ranks):
         assert parts == [first, mistake, "ValueError: no, from ValueError", [0, 1, 2, 3]]
 
 
-def readings(told):
-    """What each rank found in each checkpoint: (rank, the reader, name of the dtype, the writer) and the rest."""
-    for rank, lines in enumerate(told):
-        for line in lines:
-            if "read" in line:
-                name, _, writer = line["read"].removesuffix("/checkpoint-3").partition("-")
-                yield (rank, line["by"], name, writer), line
-
-
 def test_any_number_of_ranks_reads_what_any_other_wrote(ranks):
     """To the last bit; with a warning where the ranks are others; further ranks seed their generators."""
-    found = dict(readings(ranks[1]))
+    found = {}
+    for rank, line in [(rank, line) for rank, lines in enumerate(ranks[1]) for line in lines if "read" in line]:
+        name, _, writer = line["read"].removesuffix("/checkpoint-3").partition("-")
+        found[rank, line["by"], name, writer] = line
     readers = [(rank, reader) for reader in WRITERS[1:] for rank in range(int(reader[-1]))]
     assert found.keys() == {
         (*reader, name, writer) for reader in readers for name, writer in PAIRS

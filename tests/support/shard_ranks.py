@@ -11,20 +11,20 @@ import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import ranks as support
 import torch
 import torch.distributed as dist
-from tiny import tokenizer
 from torch.distributed.device_mesh import DeviceMesh
-from toy_parts import about, addresses, differences, draws, make_parts, settings, trained_parts
+from toy_parts import about, addresses, differences, draws, make_parts, settings, snapshot_of, trained_parts
 from transformers import set_seed
 
 from fastgrpo.ranks import RankLost, Ranks, apart, join, together
 from fastgrpo.run import checkpoint, snapshot
 from fastgrpo.run.checkpoint import Checkpointer, checkpoints, write_checkpoint
 from fastgrpo.run.log import open_log
-from fastgrpo.run.snapshot import HostCopies, Snapshot, read_tensors, restore, write_tensors
+from fastgrpo.run.snapshot import read_tensors, restore, write_tensors
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -33,20 +33,11 @@ def tell(**what):
     print(json.dumps(what), flush=True)
 
 
-def save(parts, checkpointer, dtype, step):
-    ranks = checkpointer.ranks
-    checkpointer.save(step, lambda: Snapshot(parts, tokenizer(), about(dtype), HostCopies(), ranks))
-
-
-def refuse(*numbers, error=ValueError):
-    """What fails on the ranks of these numbers, and returns the number of any other."""
-
-    def part(rank):
-        if rank in numbers:
-            raise error("no")
-        return rank
-
-    return part
+def part_of(rank, errors):
+    """Fail on some ranks, each with an error of its own; return the number of any other."""
+    if rank in errors:
+        raise errors[rank]("no")
+    return rank
 
 
 def parts_of_work(ranks):
@@ -56,9 +47,9 @@ def parts_of_work(ranks):
     with ThreadPoolExecutor(1) as thread:
         done = thread.submit(lambda: [together(other, lambda: other.rank, "numbers") for _ in range(20)])
         assert [ranks.gather(ranks.rank, "numbers of the main thread") for _ in range(20)] == done.result()
-    for part in (refuse(1), refuse(1, 3, error=KeyError), refuse(*range(ranks.size)), refuse()):
+    for failing in ({1: ValueError}, {1: KeyError, 3: KeyError}, dict.fromkeys(range(ranks.size), ValueError), {}):
         try:
-            errors.append(together(other, functools.partial(part, other.rank), "a part"))
+            errors.append(together(other, functools.partial(part_of, other.rank, failing), "a part"))
         except Exception as error:
             cause = f", from {type(error.__cause__).__name__}" if isinstance(error, ValueError) else ""
             errors.append(f"{type(error).__name__}: {error}{cause}")
@@ -71,7 +62,7 @@ def write(folder, name, ranks, mesh):
     set_seed(100 + ranks.rank)
     log = open_log(settings(folder), None, ranks)
     with log:
-        taken = Snapshot(parts, tokenizer(), about(dtype), HostCopies(), ranks)
+        taken = snapshot_of(parts, dtype, ranks)
         for weights in (parts["optimizer"].masters, parts["policy"].module.parameters()):
             for weight in weights:
                 weight.data.zero_()  # training goes on
@@ -92,12 +83,12 @@ def read(folder, path, name, ranks, mesh):
 
 def go_on_or_not(folder, ranks, mesh):
     """After a save and a later line of the log, rank 2 refuses to resume, cannot resume, and then resumes."""
-    dtype = DTYPES["fp32"]
+    dtype, unreadable = DTYPES["fp32"], Mock(side_effect=OSError(5, "Input/output error"))
     log = open_log(settings(folder), None, ranks)
     parts = make_parts(dtype, mesh, ranks) | {"log": log}
     with log:
         log.write(1, {"reward": 1.0})
-        taken = Snapshot(parts, tokenizer(), about(dtype), HostCopies(), ranks)
+        taken = snapshot_of(parts, dtype, ranks)
         path = write_checkpoint(log.folder, 1, taken.write, ranks)
         log.write(2, {"reward": 1.0})
         for refused in ("model", "shards", None):
@@ -113,10 +104,6 @@ def go_on_or_not(folder, ranks, mesh):
             lines = (log.dir / "metrics.jsonl").read_text().splitlines()
             ranks.any(False, "what was read")
             tell(refused=refused, error=error, steps=[json.loads(line)["step"] for line in lines])
-
-
-def unreadable(*arguments):
-    raise OSError(5, "Input/output error")
 
 
 def limited(*arguments):
@@ -136,19 +123,20 @@ def fail(folder, ranks, mesh):
     log = open_log(settings(folder), None, ranks)
     with log:
         checkpointer = Checkpointer(log.config, log, ranks)
-        save(parts, checkpointer, dtype, 1)
+        save = functools.partial(checkpointer.save, take=lambda: snapshot_of(parts, dtype, checkpointer.ranks))
+        save(1)
         checkpointer.wait()
         seen = checkpoint._see
         if ranks.rank == 2:  # as if it were on a machine with a disk of its own
             checkpoint._see = lambda path: seen(path / "elsewhere")
-        save(parts, checkpointer, dtype, 2)
+        save(2)
         try:
             checkpointer.wait()
         except ValueError as error:
             tell(unseen=str(error))
         checkpoint._see = seen
         snapshot.write_tensors = limited if ranks.rank == 1 else write_tensors
-        save(parts, checkpointer, dtype, 3)
+        save(3)
         while True:  # the steps go on until the ranks have agreed that it failed
             try:
                 checkpointer.check()
@@ -156,7 +144,7 @@ def fail(folder, ranks, mesh):
                 tell(full=str(error), left=sorted(path.name for path in log.dir.iterdir() if "checkpoint" in path.name))
                 break
         snapshot.write_tensors = (lambda *_: os.kill(os.getpid(), signal.SIGKILL)) if ranks.rank == 3 else write_tensors
-        save(parts, checkpointer, dtype, 4)
+        save(4)
         try:
             checkpointer.wait()
         except RankLost as error:
