@@ -12,11 +12,9 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-ARGUMENTS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
-    "--disable-default-apps", "--mute-audio", "--hide-scrollbars", "--window-size=1280,900",
+ARGUMENTS = (  # beside those of chromedriver
+    "--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-component-update", "--hide-scrollbars",
+    "--window-size=1280,900",
 )  # fmt: skip
 
 
@@ -32,7 +30,7 @@ def find(*names):
 class Browser:
     def __init__(self, profile):
         options = Options()
-        options.binary_location = find(*BROWSERS)
+        options.binary_location = find("chromium", "chromium-browser", "google-chrome")
         for argument in (*ARGUMENTS, f"--user-data-dir={profile}"):
             options.add_argument(argument)
         options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
