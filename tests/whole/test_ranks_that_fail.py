@@ -12,9 +12,8 @@ import pytest
 import tiny
 import torch
 from ranks import fork, forked
-from runs import PROMPTS, share_of_a
+from runs import make_trainer, share_of_a
 
-from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.config.command import run_command
 
 pytestmark = pytest.mark.slow
@@ -41,12 +40,8 @@ def killed_in_the_update(completions):
 
 
 def make(folder, reward=share_of_a, **settings):
-    defaults = {
-        "output_dir": str(folder / "run"), "max_steps": 3, "prompts_per_step": 4, "num_generations": 4,
-        "max_completion_length": 6, "logging_steps": 1, "device": "cpu", "gradient_checkpointing": False,
-        "ddp_timeout": 50,
-    }  # fmt: skip
-    return GRPOTrainer(str(folder.parent / "model"), reward, GRPOConfig(**defaults | settings), PROMPTS)
+    given = {"model": str(folder.parent / "model"), "max_steps": 3, "ddp_timeout": 50, **settings}
+    return make_trainer(folder, reward, **given)
 
 
 def train(folder, reward=share_of_a, **settings):
