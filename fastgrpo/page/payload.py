@@ -16,7 +16,7 @@ from fastgrpo.page.samples import read_samples, usable
 from fastgrpo.run.curves import PANELS, Panel, is_measured
 from fastgrpo.run.metrics import METRICS
 
-SAMPLES_BYTES = 6_000_000  # of all runs: the page stays below 15 MB, including plotly's 5
+SAMPLES_BYTES = 6_000_000  # of all runs: the page stays below 12 MB, including plotly's 2
 POINTS = 2000  # maximum per curve; a chart is narrower
 FEWEST = 250  # minimum per curve on a page of many runs
 WARNINGS = 500  # maximum per run, the first ones

@@ -28,10 +28,18 @@ function layout(more) {
 
 /** Draw a chart that is in view and is not up to date. */
 function draw(chart) {
-  if (!chart.inView || !chart.stale) return;
+  if (!window.Plotly || !chart.inView || !chart.stale) return;
   chart.stale = false;
   const made = chart.make();
   Plotly.react(chart.plot, made.traces, layout(made.layout), CONFIG);
+}
+
+/** Run plotly's bundle, which the page holds compressed, then draw what is in view. */
+async function unpack() {
+  const bytes = Uint8Array.from(atob(document.getElementById("plotly").textContent), (one) => one.charCodeAt(0));
+  const script = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  document.head.append(element("script", {}, await new Response(script).text()));
+  refresh();
 }
 
 /** Put a chart into a place of the page. make() returns its traces and its layout. */
@@ -266,6 +274,7 @@ function showCharts({ runs, panels, metrics }) {
   hide = addAll(grid, state);
   section.append(grid);
   for (const { note } of runs) if (note) section.append(element("p", { class: "note after" }, note));
+  unpack();
   section.append(adder(further(runs, panels), addCurve), more);
   hide();
 }
