@@ -254,13 +254,6 @@ def test_a_run_is_that_of_trl(path, tmp_path, name):
         assert ours.get("entropy", 0) == pytest.approx(theirs.get("entropy", 0), rel=1e-2 if bf16 else 1e-4)
 
 
-OF_RANKS = {
-    "dapo": {"loss_type": "dapo", "top_entropy_quantile": 0.5},
-    "grpo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.3},
-    "vespo": {"loss_type": "vespo", "off_policy_mask_threshold": 0.05, "entropy_coef": 0.1},
-}
-
-
 def wrap(one):
     """Let a trainer compute its losses under DDP."""
     wrapped, loss = one.accelerator.prepare(one.model), one.compute_loss
@@ -270,8 +263,8 @@ def wrap(one):
 
 def compare_on_ranks(path, folder):
     """Both trainers have equal gradients and metrics, after all ranks have shared theirs."""
-    for name, settings in OF_RANKS.items():
-        both = pair(path, folder / name, **settings)
+    for name in ("bonus-top-entropy", "grpo-sequence-kl", "vespo-both-masks-token_mask-kl"):
+        both = pair(path, folder / name, **CASES[name])
         inputs = make_inputs(both.theirs, seed=both.theirs.accelerator.process_index)
         inputs["num_items_in_batch"] = both.theirs.accelerator.gather(inputs["num_items_in_batch"]).sum()
         wrap(both.theirs)

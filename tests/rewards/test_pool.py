@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pool_rewards
@@ -14,6 +13,7 @@ import psutil
 import pytest
 import tiny
 from paths import ROOT
+from processes import awaited
 from samples import answer, drawn
 
 from fastgrpo.data.records import Prompt, TrainerState
@@ -35,14 +35,6 @@ def judge(functions, texts, on_error="skip", timeout=None, workers=2):
 
 def rewards_of(judged, name):
     return [c.rewards[name] for c in judged.completions]
-
-
-def awaited(condition):
-    """Wait until a condition holds; a test that waits for ever is stopped by its runner."""
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end, "what is waited for did not come within two minutes"
-        time.sleep(0.02)
 
 
 def submit(pool, text="x", index=0, **columns):

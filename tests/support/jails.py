@@ -9,10 +9,9 @@ import pytest
 
 from fastgrpo.rewards.sandbox import Limits
 
-LONG = 300.0  # seconds, for what must not take long
 # The command line of each process of a jail holds its limits, so a number of our own tells ours from others.
 MEMORY = 512 * 2**20 + 4096 * (os.getpid() % 4096)
-PATIENT = Limits(seconds=LONG, memory=MEMORY)
+PATIENT = Limits(seconds=300.0, memory=MEMORY)  # for what must not take long
 HASTY = Limits(seconds=0.5, memory=MEMORY)
 
 

@@ -1,8 +1,9 @@
-"""Tests that need a process of their own, because of a variable that is read when a module is imported."""
+"""Pytest in a process of its own, for variables that are read when a module is imported; and waiting for processes."""
 
 import os
 import subprocess
 import sys
+import time
 
 from paths import ROOT
 
@@ -12,3 +13,11 @@ def run_pytest(files, marked, **environment):
     command = [sys.executable, "-m", "pytest", *map(str, files), "-q", "-x", "-p", "no:cacheprovider", "-m", marked]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def awaited(condition):
+    """Wait until a condition holds."""
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end, "what is waited for did not come within two minutes"
+        time.sleep(0.02)
