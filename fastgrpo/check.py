@@ -18,7 +18,7 @@ from fastgrpo.config import sections
 from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
 from fastgrpo.config.fields import Count, NotNegative, Positive, Whole, settings_class
 from fastgrpo.config.settings import Settings
-from fastgrpo.data.prompts import shortened
+from fastgrpo.data.prompts import check_turns, checked_row, shortened
 from fastgrpo.data.records import Sample, TrainerState, with_text
 from fastgrpo.data.rows import as_rows
 from fastgrpo.evaluation.heldout import complete, load_sampler
@@ -115,22 +115,19 @@ def _cells(found: Finding):
 
 def _given(row):
     """Return the completions in a row as a group."""
-    if "prompt" not in row:
-        raise ValueError(f"the row needs a column 'prompt', got only {', '.join(row)}")
+    prompt, columns = checked_row(_without(row))
     given = row.get("completion")
-    if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], dict)):
-        given = [given]
-    if not isinstance(given, list) or not given:
-        raise ValueError(
-            "the row has no column 'completion' (a completion, or a list); add it, or pass --model DIR to draw"
-        )
-    columns = {name: value for name, value in _without(row).items() if name != "prompt"}
+    if given is None or given == []:
+        raise ValueError("the row has no completion in the column 'completion'; add one, or pass --model DIR to draw")
+    several = isinstance(given, list) and not isinstance(given[0], dict)
     group = []
-    for content in given:
-        if isinstance(content, str) and not isinstance(row["prompt"], str):
+    for content in given if several else [given]:
+        check_turns(content, "a completion")
+        if isinstance(content, str) and not isinstance(prompt, str):
             content = [{"role": "assistant", "content": content}]
-        ids = list(completion_text(content).encode())
-        group.append(Sample([], ids, prompt=row["prompt"], columns=columns, content=content))
+        group.append(
+            Sample([], list(completion_text(content).encode()), prompt=prompt, columns=columns, content=content)
+        )
     return group
 
 

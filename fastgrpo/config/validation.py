@@ -241,6 +241,11 @@ def _one_source_of_rows(train_file, dataset_train_split):
         )
 
 
+def _none_stands_alone(report_to):
+    if "none" in report_to and len(report_to) > 1:
+        raise ValueError(f"report_to={' '.join(report_to)} names none beside a tracker; leave one of the two out")
+
+
 RULES = (
     _groups_fit,
     _evaluation_groups_fit,
@@ -254,6 +259,7 @@ RULES = (
     _reward_models_take_these,
     _the_gradient_has_a_bound,
     _there_are_steps,
+    _none_stands_alone,
     _every_update_has_a_group,
     _resume_or_overwrite,
     _the_best_metric_is_measured,

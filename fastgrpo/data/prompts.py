@@ -25,26 +25,32 @@ def to_prompt(
     row: dict, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
 ) -> Prompt:
     """Tokenize the prompt of a row: messages with the chat template, a string without."""
+    prompt, columns = checked_row(row)
+    return Prompt(_tokenized(prompt, tokenizer, template_kwargs), prompt, columns)
+
+
+def checked_row(row: dict) -> tuple[str | list, dict[str, Any]]:
+    """Return the prompt and the columns of a row, or raise ValueError if training cannot use them."""
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict with a prompt, got {brief(row)}")
     if "prompt" not in row:
         raise ValueError(f"the row has no column 'prompt', only {', '.join(map(str, row))}")
     prompt, columns = row["prompt"], {name: value for name, value in row.items() if name != "prompt"}
-    _check(prompt)
+    check_turns(prompt, "the prompt")
     _check_columns(columns)
-    return Prompt(_tokenized(prompt, tokenizer, template_kwargs), prompt, columns)
+    return prompt, columns
 
 
-def _check(prompt: Any) -> None:
-    """Check that a prompt is a string or messages, and can be written to samples.jsonl."""
-    if isinstance(prompt, list):
-        if not prompt:
-            raise ValueError("the prompt is an empty list; a list of messages must have at least one")
-        for index, message in enumerate(prompt):
-            _check_message(message, f"message {index} of the prompt")
-    elif not isinstance(prompt, str):
-        raise ValueError(f"the prompt must be a string or a list of messages, got {brief(prompt)}")
-    check_text(prompt, "the prompt")
+def check_turns(given: Any, name: str) -> None:
+    """Check that a prompt or a completion is a string or messages, and can be written to samples.jsonl."""
+    if isinstance(given, list):
+        if not given:
+            raise ValueError(f"{name} is an empty list; a list of messages must have at least one")
+        for index, message in enumerate(given):
+            _check_message(message, f"message {index} of {name}")
+    elif not isinstance(given, str):
+        raise ValueError(f"{name} must be a string or a list of messages, got {brief(given)}")
+    check_text(given, name)
 
 
 def check_text(value: Any, name: str) -> None:
@@ -120,7 +126,7 @@ def copied(value: Any) -> Any:
     """Deep-copy a value of a row. Lists and dicts take a tenth of the time of `deepcopy`."""
     kind = type(value)
     if kind is list:
-        return [item if type(item) in _UNCHANGING else copied(item) for item in value]
+        return value.copy() if _UNCHANGING.issuperset(map(type, value)) else [copied(item) for item in value]
     if kind is dict:
         return {name: copied(item) for name, item in value.items()}
     return value if kind in _UNCHANGING else deepcopy(value)

@@ -4,7 +4,6 @@ GRPO learns from differences within a group. So rewards must differ in a group, 
 depend on other completions in the call or on their order.
 """
 
-import copy
 import inspect
 import math
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fastgrpo.data.prompts import RESERVED, shortened
+from fastgrpo.data.prompts import RESERVED, copied, shortened
 from fastgrpo.data.records import Sample, TrainerState
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rewards.call import Rewards, reward_matrix
@@ -60,18 +59,21 @@ class Finding:
 
 
 class _Watched:
-    """A reward function with a record of its first exception, of NaN, and of changed arguments."""
+    """A reward function with a record of its first exception, of NaN, of changed arguments, and of its last time."""
 
-    def __init__(self, function: Callable):
+    def __init__(self, function: Callable, clock: Callable[[], float]):
         self.function, self.__name__ = function, getattr(function, "__name__", type(function).__name__)
         self.raised, self.nan, self.changed = None, False, set()
+        self.clock, self.seconds = clock, 0.0
 
     def __call__(self, **given: Any) -> Any:
-        before = {name: copy.deepcopy(values) for name, values in given.items() if isinstance(values, list)}
+        before = {name: copied(values) for name, values in given.items() if isinstance(values, list)}
+        started = self.clock()
 
         def after(result: Any) -> Any:
+            values = listed(result, len(given["completions"]))  # which runs a generator
+            self.seconds = self.clock() - started
             self.changed |= {name for name, values in before.items() if given[name] != values}
-            values = listed(result, len(given["completions"]))
             for value in values or ():
                 read = plain(value)
                 self.nan |= isinstance(read, float) and math.isnan(read)
@@ -119,7 +121,7 @@ def check_reward(
     """
     groups, late, deaths = (groups, [], []) if timeout is None else _without_late(function, groups, state, timeout)
     completions = [completion for group in groups for completion in group]
-    watched = _Watched(function)
+    watched = _Watched(function, clock)
     if not completions:
         warnings = ([_told_late(late, timeout)] if late else []) + deaths[:1]
         return Finding(watched.__name__, timeouts=len(late), errors=len(deaths), warnings=warnings)
@@ -132,10 +134,8 @@ def check_reward(
 
     rewards(completions[:1], state, allow_none=True)  # exclude one-time work, such as an import, from the time
     errors = []
-    started = clock()
     first = judge(completions)
-    seconds = clock() - started
-    found = Finding(watched.__name__, milliseconds=1000 * seconds / max(len(completions), 1))
+    found = Finding(watched.__name__, milliseconds=1000 * watched.seconds / len(completions))
     found.none = int(first.isnan().sum()) - errors[0]
     found.errors, found.timeouts = errors[0], len(late)
     given = first[~first.isnan()]

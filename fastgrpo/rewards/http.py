@@ -22,6 +22,7 @@ API_KEY = "FASTGRPO_REWARD_API_KEY"  # the environment variable of a secret that
 BATCH = 32  # completions of one request
 CONCURRENCY = 8  # requests at the same time
 TIMEOUT = 60.0  # seconds of a request if reward_timeout is None
+LARGEST = 1 << 24  # bytes of a response, unpacked
 RETRIES = 6  # tries after the first one
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds: the wait before a try doubles within these bounds
 _RETRIED = {408, 429, 500, 502, 503, 504}
@@ -106,7 +107,7 @@ class HttpScorer:
 
             async def ask(body: bytes, count: int) -> list[float | None]:
                 async with limit:
-                    return self._read(await self._post(client, body), count)
+                    return self._read(*await self._post(client, body), count)
 
             async with asyncio.TaskGroup() as tasks:
                 asked = [tasks.create_task(ask(body, count)) for body, count in zip(bodies, counts, strict=True)]
@@ -131,39 +132,47 @@ class HttpScorer:
     async def _try(self, client, body):
         """Send a request once. Raises _Again to request a retry."""
         try:
-            async with asyncio.timeout(self.timeout):  # httpx has a limit for each read, and none for the whole
-                answer = await client.post(self.url, content=body)
+            # httpx has a limit for each read, and none for the whole time and size
+            async with asyncio.timeout(self.timeout), client.stream("POST", self.url, content=body) as answer:
+                data = bytearray()
+                async for part in answer.aiter_bytes(1 << 16):
+                    data += part
+                    if len(data) > LARGEST:
+                        raise ValueError(
+                            f"the reward server {self.shown} answered with more than {LARGEST >> 20} MiB; it must send "
+                            "only a number for each completion"
+                        )
         except (httpx.TimeoutException, TimeoutError):
             raise _Again(f"no answer within {self.timeout:g} s") from None
         except httpx.RequestError as error:
             raise _Again(f"{type(error).__name__}: {error}") from None
         if answer.status_code in _RETRIED:
-            raise _Again(f"it answered {answer.status_code}: {self._start(answer)}", _retry_after(answer))
-        return answer
+            raise _Again(f"it answered {answer.status_code}: {self._start(data)}", _retry_after(answer))
+        return answer, data
 
-    def _read(self, answer, count):
+    def _read(self, answer, data, count):
         """Read the rewards from a response."""
         said = f"the reward server {self.shown} answered"
         if answer.is_redirect:
             to = answer.headers.get("location", "").partition("?")[0]
             raise ValueError(f"{said} with a redirect to {to!r}; name that URL if it is right")
         if answer.status_code != 200:
-            raise ValueError(f"{said} {answer.status_code}: {self._start(answer)}")
+            raise ValueError(f"{said} {answer.status_code}: {self._start(data)}")
         try:
-            rewards = json.loads(answer.content)
-        except ValueError:
-            raise ValueError(f"{said} with text that is not JSON: {self._start(answer)}") from None
+            rewards = json.loads(data)
+        except (ValueError, RecursionError):
+            raise ValueError(f"{said} with text that is not JSON: {self._start(data)}") from None
         if isinstance(rewards, dict):
             rewards = rewards.get("rewards")
         verdicts = read_verdicts(rewards, count) if isinstance(rewards, list) else "has no list of rewards"
         problem = next((v for v in verdicts if isinstance(v, str)), None) if isinstance(verdicts, list) else verdicts
         if problem is not None:
-            raise ValueError(f"{said} with JSON that {problem}: {self._start(answer)}")
+            raise ValueError(f"{said} with JSON that {problem}: {self._start(data)}")
         return verdicts
 
-    def _start(self, answer):
+    def _start(self, data):
         """Return the start of a response on one line, without secrets that the server may have echoed."""
-        text = answer.text
+        text = data[:4000].decode(errors="replace")
         for secret in (os.environ.get(API_KEY), httpx.URL(self.url).query.decode()):
             text = text.replace(secret, "***") if secret else text
         return repr(" ".join(text[:400].split())[:200])
@@ -177,16 +186,19 @@ def _parsed(url):
     """Parse a URL, or raise ValueError."""
     try:
         parsed = httpx.URL(url)
-    except (httpx.InvalidURL, TypeError) as error:
+        host, port = parsed.host, parsed.port  # which decodes the name
+        if not 0 < (port or 80) < 65536:
+            raise ValueError(f"there is no port {port}")
+    except (httpx.InvalidURL, TypeError, ValueError) as error:
         raise ValueError(
             f"reward_funcs: {url.rpartition('@')[2]!r} is not a URL: {error}; write http://HOST:PORT/PATH"
         ) from None
     if parsed.userinfo:
         raise ValueError(
-            f"reward_funcs: the URL of {parsed.host} holds a user or a password, which would be logged; put a key into "
+            f"reward_funcs: the URL of {host} holds a user or a password, which would be logged; put a key into "
             f"the environment variable {API_KEY}"
         )
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    if parsed.scheme not in ("http", "https") or not host:
         raise ValueError(f"reward_funcs: {url!r} has no server; write http://HOST:PORT/PATH")
     return parsed
 

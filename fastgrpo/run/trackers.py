@@ -12,10 +12,13 @@ import io
 import json
 import os
 import secrets
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import pydantic
 
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.run.checkpoint import step_of
@@ -89,6 +92,10 @@ class WandB(Tracker):
                 allow_val_change=True,
                 settings=self.wandb.Settings(silent=config.quiet),
             )
+        except pydantic.ValidationError as error:  # of an environment variable
+            wrong = error.errors()[0]
+            name = f"WANDB_{wrong['loc'][0]}".upper()
+            raise ValueError(f"report_to wandb: the environment variable {name}: {wrong['msg']}") from None
         except self.wandb.errors.Error as error:
             raise ValueError(f"report_to wandb: {error}; log in by `wandb login`, or set WANDB_MODE=offline") from error
         # W&B refuses decreasing steps, so the step is a metric, as in transformers.
@@ -116,6 +123,14 @@ class Trackio(Tracker):
 
     def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None:
         self.trackio = _module("trackio")
+        store = Path(self.trackio.utils.TRACKIO_DIR)
+        try:  # trackio itself only warns
+            store.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=store).close()
+        except OSError as error:
+            raise ValueError(
+                f"report_to trackio: {store} cannot be written: {error.strerror}; set TRACKIO_DIR to another folder"
+            ) from None
         # Runs are found by their names alone, and a run that goes on gets the newest of its name. Without a number of
         # its own, that could be another run: of another folder, or of the same --run_name.
         known = _known(folder, "trackio", {"name": f"{config.run_name or folder.path.name}-{secrets.token_hex(4)}"})

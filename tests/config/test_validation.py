@@ -39,6 +39,7 @@ CASES = {
         {"head_backward_tolerance": 0.01, "beta": 0.1, "kl": "full"},
     ],
     "_there_are_steps": [{"max_steps": 0}],
+    "_none_stands_alone": [{"report_to": ("none", "wandb")}],
     "_every_update_has_a_group": [{"updates_per_rollout": 9}],
     "_resume_or_overwrite": [
         {"resume_from_checkpoint": "auto"},

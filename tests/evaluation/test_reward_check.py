@@ -121,7 +121,7 @@ def test_the_figures():
     assert found.mean == pytest.approx(flat.mean().item())
     assert found.deviation == pytest.approx(flat.std(correction=0).item())
     assert (found.best[0].content, found.best[1]) == ("it is 9", 9) and found.worst[1] == 1
-    seconds = iter([0.0, 1.2])
+    seconds = itertools.chain([0.0, 0.0, 0.0, 1.2], itertools.repeat(0.0))  # of the first call of all completions
     found = check(good, clock=lambda: next(seconds))
     assert found.milliseconds == pytest.approx(100) and "--reward_workers" in found.warnings[0]
 

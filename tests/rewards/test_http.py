@@ -25,6 +25,7 @@ ANSWERS = {  # status, headers, body of what is no list of rewards
     "refuses": (401, {}, "no key {key}?{query}"),
     "html": (200, {}, "<html>welcome to the proxy</html>"),
     "nan": (200, {}, "[NaN, NaN]"),
+    "huge": (200, {}, "1" * (http.LARGEST + 1)),
     "word": (200, {}, '["good", "good"]'),
     "moved": (307, {"location": "http://elsewhere.example/score?{query}"}, ""),
     "flaky": (503, {}, "not ready"),
@@ -116,7 +117,7 @@ def test_the_key_is_said_nowhere(server, monkeypatch, caplog):
     monkeypatch.setenv(http.API_KEY, "two\nlines")
     with pytest.raises(ValueError, match=http.API_KEY):
         HttpScorer(server[0])
-    for url in ("http:///score", "http://me:hidden@localhost/score"):
+    for url in ("http:///score", "http://me:hidden@localhost/score", "http://xn--/", "http://localhost:99999/"):
         with pytest.raises(ValueError, match="reward_funcs") as error:
             find_reward(url)
         assert "hidden" not in str(error.value)
@@ -142,7 +143,7 @@ def test_a_server_that_is_not_ready_is_asked_again(server):
 
 @pytest.mark.parametrize("path, told", [
     ("refuses", "401"), ("short", "1 rewards for 2"), ("html", "welcome to the proxy"), ("nan", "nan"),
-    ("word", "good"), ("moved", "http://elsewhere.example/score'"),
+    ("word", "good"), ("moved", "http://elsewhere.example/score'"), ("huge", "more than 16 MiB"),
 ])  # fmt: skip
 def test_an_answer_that_is_none_is_an_error_at_once(server, path, told):
     url, application = server

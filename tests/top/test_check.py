@@ -48,6 +48,14 @@ def test_a_model_draws_the_completions(rows, tmp_path, capsys):
 def test_mistakes_are_exit_code_2(rows, tmp_path, capsys):
     assert main(["--dataset", rows]) == 2
     assert "--reward_funcs" in capsys.readouterr().err
-    (tmp_path / "bare.jsonl").write_text('{"prompt": "p"}\n')
-    assert main(["--reward", "checked_rewards:same", "--dataset", str(tmp_path / "bare.jsonl")]) == 2
-    assert "no column 'completion'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("row, words", [
+    ({"prompt": "p"}, "no completion"), ({"prompt": "p", "completion": [5]}, "a completion must be a string"),
+    ({"prompt": "p", "completion": [{"content": "6"}]}, "message 0 of a completion has no 'role'"),
+    ({"prompt": 5, "completion": ["6"]}, "the prompt must be a string"),
+])  # fmt: skip
+def test_refuses_completions_that_are_no_text_and_prompts_that_training_refuses(row, words, rows, tmp_path, capsys):
+    (tmp_path / "bad.jsonl").write_text(json.dumps(row))
+    assert main(["--reward", "checked_rewards:same", "--dataset", str(tmp_path / "bad.jsonl")]) == 2
+    assert words in capsys.readouterr().err
