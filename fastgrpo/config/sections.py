@@ -198,7 +198,7 @@ class ModelConfig:
     """Train this causal LM: a folder, a hub id or a GGUF file. None trains the task's small model, if it has one."""
     use_liger_kernel: bool | None = None
     """Use liger-kernel's fused norms, rotary embedding and SwiGLU in policy and reference. None uses them on a GPU if
-    the package is installed."""
+    the package is installed. On a CPU they are never used."""
     gradient_checkpointing: Literal["auto", True, False] = "auto"
     """Recompute the layers in the backward pass: less memory, about a third more time. auto is True on a CPU, and on a
     GPU if the activations of all layers do not fit."""

@@ -18,7 +18,9 @@ def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
     copies, such as the reference, compute the same.
     """
     obstacle = _obstacle(model, model.device) if wanted is not False else "not wanted"
-    if wanted and obstacle:
+    if wanted and model.device.type == "cpu":
+        logger.warning("use_liger_kernel=True changes nothing on a CPU: head and loss are always fused")
+    elif wanted and obstacle:
         raise ValueError(f"use_liger_kernel=True {obstacle}; omit use_liger_kernel to continue without")
     if obstacle:
         if wanted is None and model.device.type == "cuda":
@@ -41,7 +43,7 @@ def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
 
 def would_apply(model: PreTrainedModel, wanted: bool | None, device: torch.device) -> bool:
     """Return whether `apply_liger` would replace the layers of a model on this device, or raise."""
-    return bool(wanted) or (wanted is None and _obstacle(model, device) is None)
+    return wanted is not False and device.type != "cpu" and (bool(wanted) or _obstacle(model, device) is None)
 
 
 def _obstacle(model, device):
