@@ -74,7 +74,7 @@ def distill(argv: list[str]) -> None:
                 engine, chunk, dataclasses.replace(sampling, seed=config.seed + start), config.num_generations,
                 lambda done, share=share: progress(done * share), ranks,
             )  # fmt: skip
-            judged = judge_together(rewards, groups, chunk, tokenizer, state, ranks=ranks, allow_none=True)
+            judged = judge_together(rewards, groups, chunk, tokenizer, state, ranks=ranks)
             selected, left_out = select(judged.completions, rewards, config)
             for completion, reward in selected:
                 file.write(_line(completion, reward))

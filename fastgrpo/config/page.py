@@ -97,18 +97,10 @@ DIFFERENCES = """## Behaviour that differs
 # Behaviour of TRL's trainer -> the behaviour here.
 DIFFERS = [
     (
-        "`loss_type=cispo` trains with an `epsilon_high` below 1",
-        "an error: the gradient is multiplied by the ratio, at most `epsilon_high`; set it to at least 1",
-    ),
-    (
         "`loss_type=luspo` with token ratios, and `vespo` with sequence ratios, train with a warning",
         "an error: the paper's formula has the other ratio",
     ),
     ("`generation_kwargs` with `num_beams` trains", "an error: beams are not samples of the policy"),
-    (
-        "training continues with a warning if every function returns None for all completions",
-        'an error; `reward_errors="skip"` makes it a warning',
-    ),
     (
         "a reward tokenizer without a padding token pads with its end token",
         "an error: the model reads its reward before the first padding token, and an earlier turn may end with it",

@@ -415,7 +415,7 @@ class ObjectiveConfig:
     """Clip the ratio of policy to old policy at 1 - epsilon from below, in losses that clip."""
     epsilon_high: NotNegative | None = None
     """Clip the ratio of policy to old policy at 1 + epsilon_high from above, in losses that clip. None uses epsilon.
-    For cispo the upper bound is epsilon_high itself, which must be at least 1."""
+    For cispo the upper bound is epsilon_high itself, such as 5.0: below 1 it scales down all gradients."""
     delta: Positive | None = None
     """Limit the unclipped ratio to this value (two-sided clipping, arXiv 2505.07291). None turns it off."""
     entropy_coef: float = 0.0

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from abc import abstractmethod
 from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -122,6 +123,8 @@ class GRPOConfig(
 
     command = "train"
     other_names, translated = THEIRS, staticmethod(translated)
+    # Attributes of TRL's record that scripts read.
+    dataloader_num_workers, accelerator_config = 0, SimpleNamespace(dispatch_batches=False, split_batches=False)
     # Settings of `TrainConfig`, which tasks read.
     dataset_name = dataset_config = None
     dataset_train_split, dataset_test_split = "train", "test"

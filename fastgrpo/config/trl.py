@@ -197,7 +197,7 @@ shuffle_dataset temperature top_p top_k min_p repetition_penalty chat_template_k
 delta sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg
 multi_objective_aggregation loss_type mask_truncated_completions sync_ref_model ref_model_mixup_alpha entropy_coef
 use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target off_policy_mask_threshold
-use_bias_correction_kl report_to warmup_steps
+use_bias_correction_kl report_to warmup_steps epsilon_high
 """
 _COUNT = "With batch arguments: counts updates, "
 # Others of the same name -> what differs from TRL.
@@ -210,14 +210,13 @@ SAME = {**dict.fromkeys(_PLAIN.split(), ""),
     "eval_steps": _COUNT + "rounded up to whole steps.",
     "save_steps": _COUNT + "rounded up to whole steps; with metric_for_best_model, to a multiple of eval_steps.",
     "gradient_checkpointing": "auto is True on a CPU, and on a GPU if activations do not fit.",
-    "use_liger_kernel": "None uses liger-kernel on a GPU if it is installed. True changes nothing on a CPU. The loss is always fused.",
+    "use_liger_kernel": "None uses liger-kernel on a GPU if it is installed; a CPU never does. The loss has its own.",
     "disable_tqdm": "None is taken as False.",
     "log_completions": "True also writes all completions to samples.jsonl.",
     "num_completions_to_print": "Prints the first N; TRL prints N at random.",
     "eval_on_start": "If eval_strategy is set, the default is False.",
     "metric_for_best_model": "A metric such as eval/accuracy or eval_reward. `reward` is the training reward (in TRL: "
     "eval_reward), and raises an error with EarlyStoppingCallback.",
-    "epsilon_high": "cispo needs a value of at least 1.",
     "importance_sampling_level": "luspo needs `sequence`.",
     "reward_weights": "None or empty gives each function a weight of 1.",
     "scale_rewards": "Also takes True (group) and False (none).",

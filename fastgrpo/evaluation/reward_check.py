@@ -128,11 +128,11 @@ def check_reward(
     rewards = Rewards(watched, on_error="skip")
 
     def judge(given: Sequence[Sample]) -> torch.Tensor:
-        judged = rewards(given, state, allow_none=True)
+        judged = rewards(given, state)
         errors.append(judged.errors.total())
         return reward_matrix(judged.completions)[:, 0]
 
-    rewards(completions[:1], state, allow_none=True)  # exclude one-time work, such as an import, from the time
+    rewards(completions[:1], state)  # exclude one-time work, such as an import, from the time
     errors = []
     first = judge(completions)
     found = Finding(watched.__name__, milliseconds=1000 * watched.seconds / len(completions))
@@ -187,7 +187,7 @@ def _without_late(function, groups, state, timeout):
             group = []
             for part, call in zip(own, calls, strict=True):
                 try:
-                    judged = rewards(part, state, allow_none=True, begun=call)
+                    judged = rewards(part, state, begun=call)
                 except ValueError as error:  # exceptions occur again in the watched call
                     if DIED in str(error):
                         said = f"It ends the process that runs it, on the completion {shortened(part[0].content)}."

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastgrpo.integrations.terms import READ, cap_below_1, shared_log_weights, vespo_knobs
+from fastgrpo.integrations.terms import READ, shared_log_weights, vespo_knobs
 from fastgrpo.kernels.objectives import Tokens, compute_dtype, first_order, policy_loss_fwd, vespo_phi
 from fastgrpo.loss.inputs import TokenInputs, keep_rows
 from fastgrpo.loss.logprobs import linear_logprob
 from fastgrpo.loss.losses import linear_grpo_loss, logits_grpo_loss
-from fastgrpo.loss.objective import LOSS_TYPES, POSITIVE, Objective
+from fastgrpo.loss.objective import LOSS_TYPES, Objective
 
 __all__ = ["LigerFusedLinearGRPOLoss", "triton_grpo_loss"]
 
@@ -146,7 +146,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
                     ref_input, ref_weight, selected_token_ids.masked_fill(~mask, 0), bias=ref_bias,
                     temperature=self.temperature,
                 )  # fmt: skip
-        terms = translate(objective, self.epsilon_high, advantages, mask, old_per_token_logps, vllm_is_ratio)
+        terms = translate(objective, advantages, mask, old_per_token_logps, vllm_is_ratio)
         out = linear_grpo_loss(
             _input, lin_weight, selected_token_ids, terms.advantages, mask=mask, old_logps=terms.old_logps,
             ref_logps=ref_logps, sampler_logps=terms.sampler_logps, temperature=self.temperature, bias=bias,
@@ -156,12 +156,9 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         tokens = mask.sum().clamp(min=1)
         share = out.metrics["active_tokens"] / tokens  # our means are over the tokens that carry gradient
         clipped = (out.metrics["clip_ratio/low_mean"] + out.metrics["clip_ratio/high_mean"]) * share
-        if terms.all_clipped:
-            clipped = ((terms.advantages if terms.advantages.ndim == 2 else terms.advantages[:, None]) > 0) & mask
-            clipped = clipped.sum() / tokens
         if self.beta == 0.0:
             return out.loss, (clipped,)
-        return out.loss, (out.metrics["kl"] * share * terms.kl_scale, clipped)
+        return out.loss, (out.metrics["kl"] * share, clipped)
 
 
 def triton_grpo_loss(
@@ -228,7 +225,7 @@ def triton_grpo_loss(
         sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg, vespo_k_pos=vespo_k_pos,
         vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg,
     )  # fmt: skip
-    terms = translate(objective, eps_high, advantages, mask, old_logp, vllm_is_ratio)
+    terms = translate(objective, advantages, mask, old_logp, vllm_is_ratio)
     loss, kl, clipped = TokenLosses.apply(logits, completion_ids, mask, ref_logp, temperature, terms, inplace)
     if not reduce:
         return loss, kl if beta != 0.0 else None, clipped
@@ -259,9 +256,7 @@ class TokenLosses(torch.autograd.Function):
             values = values if kept.index is None else torch.zeros_like(values).index_copy_(0, kept.index, values)
             return values.view(inputs.mask.shape)[:, :-1].contiguous()
 
-        loss, kl, clipped = map(spread, (loss, metrics["kl"] * terms.kl_scale, clipped))
-        if terms.all_clipped:
-            clipped = ((inputs.advantages[:, :-1] > 0) & mask).to(loss.dtype)
+        loss, kl, clipped = map(spread, (loss, metrics["kl"], clipped))
         ctx.mark_non_differentiable(kl, clipped)
         return loss, kl, clipped
 
@@ -306,32 +301,25 @@ class Terms(NamedTuple):
 
     Attributes:
         objective: The objective to compute.
-        advantages: [B] or [B, T], which carry the importance weights against the sampler and a cap below 1.
+        advantages: [B] or [B, T], which carry the importance weights against the sampler.
         old_logps: [B, T] or None.
         sampler_logps: [B, T], for vespo alone, or None.
-        kl_scale: Liger's KL of a token is the objective's times this.
-        all_clipped: Whether every token with a positive advantage counts as clipped, whatever its ratio.
     """
 
     objective: Objective
     advantages: Tensor
     old_logps: Tensor | None
     sampler_logps: Tensor | None = None
-    kl_scale: float = 1.0
-    all_clipped: bool = False
 
 
 def objective_of(loss_type: str, epsilon_high: float, **knobs: Any) -> Objective:
     """Translate Liger's settings into an objective.
 
     LUSPO with ratios per token, which `Objective` refuses by that name, is a sum over the tokens of a sequence and a
-    mean over sequences: dr_grpo with the constant 1. `translate` handles a CISPO cap below 1. Unused settings may have
+    mean over sequences: dr_grpo with the constant 1. Unused settings may have
     any value, as in Liger.
     """
     surrogate = LOSS_TYPES.get(loss_type, ("clip",))[0]
-    if surrogate == "cispo":
-        POSITIVE.check("epsilon_high", epsilon_high)
-        epsilon_high = max(epsilon_high, 1.0)
     knobs["epsilon_high"] = epsilon_high
     unread = {name for names in READ.values() for name in names} - {*READ[surrogate]}
     knobs = {name: value for name, value in knobs.items() if name not in unread}
@@ -343,9 +331,8 @@ def objective_of(loss_type: str, epsilon_high: float, **knobs: Any) -> Objective
 
 
 def translate(
-    objective: Objective, epsilon_high: float, advantages: Tensor, mask: Tensor, old_logps: Tensor | None,
-    ratio: Tensor | None,
-) -> Terms:  # fmt: skip
+    objective: Objective, advantages: Tensor, mask: Tensor, old_logps: Tensor | None, ratio: Tensor | None
+) -> Terms:
     """Translate a batch of Liger.
 
     The importance weight I of a token is at least 0, and every surrogate but vespo's is linear in the advantage on each
@@ -353,7 +340,6 @@ def translate(
 
     Args:
         objective: What `objective_of` made.
-        epsilon_high: Liger's, the cap where the loss is cispo.
         advantages: [B] or [B, T].
         mask: [B, T] bool.
         old_logps: [B, T], or None.
@@ -374,11 +360,7 @@ def translate(
         if objective.surrogate == "vespo":
             return _vespo(objective, advantages, mask, old_logps, ratio)
         advantages = advantages * ratio
-    if objective.surrogate != "cispo" or epsilon_high >= 1:
-        return Terms(objective, advantages, old_logps)
-    capped, gains, moved = cap_below_1(epsilon_high, objective, advantages, old_logps)
-    scale = 1.0 if old_logps is None or not objective.use_bias_correction_kl else epsilon_high
-    return Terms(capped, gains, moved, kl_scale=scale, all_clipped=old_logps is None)  # a ratio of 1 is above the cap
+    return Terms(objective, advantages, old_logps)
 
 
 def _vespo(objective, advantages, mask, old_logps, ratio):

@@ -1,20 +1,17 @@
-"""Translations for TRL and Liger-Kernel, which differ from `Objective` in three points.
+"""Translations for TRL and Liger-Kernel, which differ from `Objective` in two points.
 
-CISPO's cap can be below 1. VESPO gets importance weights against the sampler instead of log-probs. VESPO's lambda has a
+VESPO gets importance weights against the sampler instead of log-probs. VESPO's lambda has a
 lower bound.
 
 Shapes: B sequences, T tokens of each (padded).
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fastgrpo.kernels.objectives import LOG_RATIO_MAX, LOG_WEIGHT_MIN
-from fastgrpo.loss.objective import Objective
 
 Tensor = torch.Tensor
 # The surrogate -> the settings that only some surrogates read, and this one does.
@@ -47,23 +44,3 @@ def shared_log_weights(ratio: Tensor, mask: Tensor) -> Tensor:
     """
     total = ratio.log().clamp(LOG_WEIGHT_MIN, LOG_RATIO_MAX).sum(-1, keepdim=True)
     return total / mask.sum(-1, keepdim=True).clamp(min=1)
-
-
-def cap_below_1(
-    cap: float, objective: Objective, advantages: Tensor, old_logps: Tensor | None
-) -> tuple[Objective, Tensor, Tensor | None]:
-    """Translate a CISPO cap below 1 into a cap of 1, which `Objective` accepts.
-
-    min(r, c) A = min(r / c, 1) c A, and where the KL is multiplied by the ratio, r KL = (r / c) c KL.
-
-    Args:
-        cap: c, positive and below 1.
-        objective: That of CISPO with a cap of 1.
-        advantages: A, of any shape.
-        old_logps: [B, T], or None where the ratio is 1, so that min(r, c) is c.
-    """
-    if old_logps is None:
-        return objective, cap * advantages, None
-    if objective.use_bias_correction_kl:
-        objective = replace(objective, beta=cap * objective.beta)
-    return objective, cap * advantages, old_logps + math.log(cap)

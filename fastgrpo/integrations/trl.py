@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from fastgrpo.integrations.terms import READ, cap_below_1, shared_log_weights, vespo_knobs
+from fastgrpo.integrations.terms import READ, shared_log_weights, vespo_knobs
 from fastgrpo.loss.inputs import check_backward_tolerance
 from fastgrpo.loss.logprobs import linear_logprob
 from fastgrpo.loss.losses import linear_grpo_loss
@@ -152,10 +152,6 @@ def _refuse(trainer):
         ),
         (kind == "vespo" and own_weights, f"{type(trainer).__name__}.get_gamma_weights: leave vespo's weights to TRL"),
         (kind not in SURROGATES, f"loss_type={kind!r}: choose one of {', '.join(SURROGATES)}"),
-        (
-            kind == "cispo" and not trainer.epsilon_high > 0,
-            f"epsilon_high={trainer.epsilon_high}: it is the cap on the ratio of cispo, and must be positive",
-        ),
         (
             kind == "vespo" and by_sequence and corrected,
             "importance_sampling_level='sequence' for vespo with use_bias_correction_kl=True: leave out one of them",
@@ -295,7 +291,7 @@ def objective_of(trainer: GRPOTrainer) -> Objective:
     if loss_type == "dapo":
         knobs |= {"epsilon": trainer.epsilon_low, "epsilon_high": trainer.epsilon_high, "delta": args.delta}
     elif loss_type == "cispo":
-        knobs["epsilon_high"] = max(trainer.epsilon_high, 1)  # `score` knows lower caps
+        knobs["epsilon_high"] = trainer.epsilon_high
     else:
         own = {name: getattr(args, name) for name in READ[loss_type]}
         knobs |= vespo_knobs(own) if loss_type == "vespo" else own
@@ -325,8 +321,6 @@ def score(trainer: GRPOTrainer, inputs: dict[str, torch.Tensor], head: HeadInput
     objective = replace(objective_of(trainer), entropy_coef=coefficient)
     gains, old_logps = _gains(trainer, inputs, mask, known, chosen), inputs.get("old_per_token_logps")
     sampler_logps = _sampler(trainer, inputs, mask)
-    if trainer.loss_type == "cispo" and trainer.epsilon_high < 1:
-        objective, gains, old_logps = cap_below_1(trainer.epsilon_high, objective, gains, old_logps)
     counted = mask if chosen is None else mask * chosen  # the bonus is a mean over these tokens
     out = linear_grpo_loss(
         head.hidden, head.weight, head.labels, gains.expand(mask.shape), mask=mask, old_logps=old_logps,

@@ -85,7 +85,7 @@ class Objective:
             (GSPO, arXiv 2507.18071 eq. 7).
         epsilon: The ratio is clipped to at least 1 - epsilon.
         epsilon_high: The ratio is clipped to at most 1 + epsilon_high; None is epsilon. For cispo it is the cap on the
-            ratio itself (5.0 in arXiv 2510.13786) and must be given.
+            ratio itself (5.0 in arXiv 2510.13786).
         delta: Upper bound on the unclipped ratio (two-sided clip, arXiv 2505.07291 eq. 2), or None.
         beta: Coefficient of the KL to the reference. 0 needs no reference.
         kl: KL of a token. The estimators, with d = ref_logp - logp: "k1" is -d, "k2" is d^2/2, "k3" is e^d - d - 1,
@@ -144,7 +144,7 @@ class Objective:
             object.__setattr__(self, "epsilon_high", self.epsilon)
 
     def _check_combinations(self):
-        loss, level, cap = self.loss_type, self.importance_sampling_level, self.epsilon_high
+        loss, level = self.loss_type, self.importance_sampling_level
         low, high = self.importance_bounds
         for wrong, message in (
             (
@@ -159,10 +159,6 @@ class Objective:
             (
                 loss == "vespo" and level != "token",
                 f"vespo already weights whole sequences; it needs importance_sampling_level='token', got {level!r}",
-            ),
-            (
-                loss == "cispo" and (cap is None or cap < 1),
-                f"cispo needs epsilon_high, the cap on the ratio itself, at least 1 (such as 5.0), got {cap}",
             ),
             (
                 self.delta is not None and self.surrogate != "clip",

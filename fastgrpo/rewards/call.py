@@ -177,7 +177,6 @@ class Rewards:
         self,
         completions: Sequence[Sample],
         trainer_state: TrainerState | None = None,
-        allow_none: bool = False,
         columns: Iterable[str] = (),
         begun: dict[str, list[tuple[int, Future]]] | None = None,
     ) -> Judged:
@@ -220,11 +219,8 @@ class Rewards:
             )
             for i, (completion, verdicts) in enumerate(zip(completions, by_name, strict=True))
         ]
-        if not timeouts:  # what took too long says nothing of the rows
-            if not errors:
-                self._warn_unjudged(done)
-            if not allow_none:
-                self.refuse_none(done)
+        if not timeouts and not errors:  # these say nothing of the rows
+            self._warn_unjudged(done)
         return Judged(done, errors, dict(logged), timeouts)
 
     def _warn_unjudged(self, completions):
@@ -233,17 +229,10 @@ class Rewards:
         if unjudged is not None and not self.warned:
             self.warned = True
             logger.warning(
-                "all reward functions returned None for a completion of the prompt %s, which has no advantage then; "
-                "give every row a function that judges it",
+                "All reward functions returned None for the following kwargs: prompt %s, columns %s. Such completions "
+                "have an advantage of 0. Do the rows have the columns that the functions read?",
                 shortened(unjudged.prompt),
-            )
-
-    def refuse_none(self, completions: Sequence[Sample]) -> None:
-        """Raise if no completion has a reward, unless failures are skipped."""
-        if self.on_error == "raise" and reward_matrix(completions)[:, : self.judges].isnan().all():
-            raise ValueError(
-                f"all rewards are None: {', '.join(self.names[: self.judges])} gave none of {len(completions)} "
-                "completions a reward; do the rows have the columns that the functions read?"
+                ", ".join(unjudged.columns) or "none",
             )
 
     def _checked(self, name, verdicts, completions, errors, timeouts):
@@ -405,7 +394,7 @@ class Judging:
         self.groups[i] = group = [with_text(rollout, self.prompts[i], self.tokenizer) for rollout in rollouts]
         self.begun[i] = self.rewards.begin(group, self.state, self.columns, i)
 
-    def result(self, allow_none: bool = False) -> Judged:
+    def result(self) -> Judged:
         """Wait for the rewards, and gather those of all ranks."""
         mine, begun = sorted(self.groups), defaultdict(list)
         completions = [completion for i in mine for completion in self.groups[i]]
@@ -414,7 +403,7 @@ class Judging:
                 begun[name] += calls
         judged = Judged([], Counter(), {})
         if completions:
-            judged = self.rewards(completions, self.state, allow_none or self.ranks.size > 1, self.columns, begun)
+            judged = self.rewards(completions, self.state, self.columns, begun)
         if self.ranks.size == 1:
             return judged
         owners = [i for i in mine for _ in self.groups[i]]
@@ -431,8 +420,6 @@ class Judging:
             given = self.prompts[i]
             restored = {"prompt_ids": given.ids, "prompt": given.prompt, "columns": given.columns}
             completions.append(dataclasses.replace(sample, **restored))
-        if not allow_none and not timeouts:
-            self.rewards.refuse_none(completions)
         return Judged(completions, errors, dict(logged), timeouts)
 
 
@@ -444,13 +431,12 @@ def judge_together(
     trainer_state: TrainerState | None = None,
     *,
     ranks: Ranks = ALONE,
-    allow_none: bool = False,
 ) -> Judged:
     """Judge the completions of this rank, and gather those of all ranks."""
     judging = Judging(rewards, prompts, tokenizer, trainer_state, ranks)
     for i, rollouts in drawn.items():
         judging.add(i, rollouts)
-    return judging.result(allow_none)
+    return judging.result()
 
 
 def _sent(completion):

@@ -77,7 +77,7 @@ METRICS = {
     "head/dropped_mass": "largest share of the probability besides the drawn token that the gradient of a token "
     "drops, at most --head_backward_tolerance",
     "grad_norm": "norm of the gradient before clipping, averaged over the updates of a step that were not skipped",
-    "entropy_coef": "coefficient of the entropy bonus after the last update, with --use_adaptive_entropy",
+    "entropy_coef": "coefficient of the entropy bonus, after the last update if it is adaptive; absent if 0",
     "skipped_updates": "number of updates, summed over the logged steps, that left the weights unchanged because the "
     "loss or the gradient was not finite",
     "learning_rate": "learning rate of the last update",

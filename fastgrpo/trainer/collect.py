@@ -152,7 +152,7 @@ class Collector:
                 "must follow from its state and from the settings alone"
             )
         with self.timer.stage("reward"):
-            judged = judging.result(allow_none=batch > 0)
+            judged = judging.result()
         self._need_steps(judged)
         return judged, _means(list(filter(None, live))), sum(lost)
 

@@ -7,6 +7,7 @@ Supervised training (`supervised.py`) uses the same loop with its own collect an
 """
 
 import dataclasses
+import logging
 import math
 import sys
 import time
@@ -47,8 +48,9 @@ from fastgrpo.trainer.callbacks import Arguments, Callbacks
 from fastgrpo.trainer.collect import Collector, log_samples, rates
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 from fastgrpo.trainer.results import card_of, finish, log_metrics, push_to_hub, save_metrics, save_model, save_state
-from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Learner
+from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Learner, get_off_policy_mask
 
+logger = logging.getLogger(__name__)
 Reward = Callable | PreTrainedModel | str
 
 
@@ -259,8 +261,8 @@ class GRPOTrainer:
             log.say(f"memory of this run\n{table(self.plan.rows())}")
         if self.ranks.size > 1:
             log.say(f"{self.ranks.size} processes use {self.made.parallel} ({self.made.why})")
-        for warning in self._advice():
-            log.say(warning)
+        for warning in self._advice() if self.ranks.lead else ():
+            logger.warning(warning)
         self.callbacks.args = Arguments(args, self.ranks, log.dir, bool(self.held_out), self.checkpoints.greater)
 
     def _resume_from(self, checkpoint):
@@ -574,6 +576,13 @@ class GRPOTrainer:
         """The frozen reference; None at beta 0, or if the reference is the policy without its adapters."""
         apart = self.reference is not None and self.reference.policy is not self.policy
         return self.reference.policy.module if apart else None
+
+    @property
+    def entropy_coef(self) -> float:
+        """The coefficient of the entropy bonus, after the last update if it is adaptive."""
+        return self.updates.entropy_coef
+
+    get_off_policy_mask = staticmethod(get_off_policy_mask)
 
     def is_world_process_zero(self) -> bool:
         """True on rank 0."""

@@ -108,13 +108,18 @@ def refuse_images(rows: Iterable[Mapping]) -> None:
 
 def advice(args: TrainingConfig) -> list[str]:
     """Return warnings about combinations of loss settings, as TRL does."""
-    loss = args.loss_type
+    loss, cap, told = args.loss_type, args.objective.epsilon_high, []
     if args.importance_sampling_level == "sequence" and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
-        return [
-            f"warning: importance_sampling_level=sequence with loss_type={loss} sums over tokens, so that long "
-            "completions have more weight; GSPO uses loss_type=grpo"
-        ]
-    return []
+        told.append(
+            f"importance_sampling_level='sequence' with the '{loss}' loss sums per-token contributions, which "
+            "effectively weights each sequence by its completion length; GSPO uses loss_type='grpo'"
+        )
+    if loss == "cispo" and cap < 1:
+        told.append(
+            f"cispo multiplies gradients by the ratio, at most epsilon_high={cap}, so that they are small; its paper "
+            "uses epsilon_high=5.0"
+        )
+    return told
 
 
 def read_held_out(data: Any, count: int | None) -> dict[str, Rows]:

@@ -267,8 +267,24 @@ class Selection:
         Tokens without a sampler's log-prob count as unchanged.
         """
         drawn = sample.old_logps if sample.sampler_logps is None else sample.sampler_logps
-        gap = (drawn.to(logps.device) - logps).nan_to_num(nan=0.0).mean()  # old - new: an estimate of KL(old || new)
-        return 1.0 if sample.advantage >= 0 else (gap <= self.threshold).float()
+        advantage, every = torch.full_like(logps[:1, None], sample.advantage), torch.ones_like(logps)
+        return get_off_policy_mask(advantage, logps[None], drawn.to(logps.device)[None], every[None], self.threshold)[0]
+
+
+def get_off_policy_mask(
+    advantages: torch.Tensor,
+    per_token_logps: torch.Tensor,
+    sampling_per_token_logps: torch.Tensor,
+    mask: torch.Tensor,
+    off_policy_threshold: float,
+) -> torch.Tensor:
+    """Return 1 for sequences [B, 1] that keep their surrogate: advantage at least 0, or near on-policy. The rest are 0.
+
+    Also a static method of the trainer, as in TRL. Tokens are [B, T], advantages [B, 1].
+    """
+    gap = (sampling_per_token_logps - per_token_logps).nan_to_num(nan=0.0)  # its mean estimates KL(old || new)
+    gap = (gap * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1.0)
+    return ((advantages >= 0) | (gap <= off_policy_threshold)).to(mask.dtype)
 
 
 def quantile(values: torch.Tensor, share: float) -> float:
@@ -360,11 +376,16 @@ class GRPOUpdate:
                     samples[minibatch[at]] = self._after_update(samples[minibatch[at]], of_sample)
         norms = torch.stack(norms).tolist()
         metrics |= meter.values(norms, self.ranks) | {"learning_rate": learning_rate}
-        if self.entropy is not None:
-            metrics["entropy_coef"] = self.entropy.coef
+        if self.entropy is not None or self.objective.entropy_coef != 0:
+            metrics["entropy_coef"] = self.entropy_coef
         if self.objective.beta == 0:
             metrics.pop("kl", None)  # there is no reference
         return samples, metrics
+
+    @property
+    def entropy_coef(self) -> float:
+        """The coefficient of the entropy bonus, after the last update if it is adaptive."""
+        return self.objective.entropy_coef if self.entropy is None else self.entropy.coef
 
     def token_weights(self, minibatch: Sequence[Sample], step_tokens: float) -> tuple[torch.Tensor, ...]:
         """Compute the objective's weight of each token over one update.

@@ -73,11 +73,11 @@ def test_every_rule_has_its_case_and_looks_at_settings_that_exist():
 
 @pytest.mark.parametrize(
     "settings",
-    [{"loss_type": "luspo"}, {"loss_type": "cispo"}, {"loss_type": "sapo", "delta": 2.0},
+    [{"loss_type": "luspo"}, {"loss_type": "sapo", "delta": 2.0},
      {"loss_type": "vespo", "importance_sampling_mode": "sequence_mask"}],
 )  # fmt: skip
 def test_what_the_loss_refuses_is_refused_with_the_settings(settings):
-    with pytest.raises(ValueError, match=r"luspo|cispo|delta|vespo"):
+    with pytest.raises(ValueError, match=r"luspo|delta|vespo"):
         GRPOConfig(**settings)
 
 

@@ -30,7 +30,7 @@ def completions(*texts):
 
 def judge(functions, texts, on_error="skip", timeout=None, workers=2):
     with Rewards(functions, on_error=on_error, timeout=timeout, workers=workers) as rewards:
-        return rewards(completions(*texts), TrainerState(3, 9, 0.5, 16), allow_none=True)
+        return rewards(completions(*texts), TrainerState(3, 9, 0.5, 16))
 
 
 def rewards_of(judged, name):

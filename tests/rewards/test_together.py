@@ -57,7 +57,7 @@ def together(shares, filtered=False, functions=(length, failing), on_error="rais
 
     recorded = [Recorded(rank, len(shares)) for rank in range(len(shares))]
     for ranks, share in zip(recorded, shares, strict=True):
-        judge(ranks, share, allow_none=True)
+        judge(ranks, share)
     given = [ranks.given for ranks in recorded]
     return [judge(Recorded(rank, len(shares), given), share, **arguments) for rank, share in enumerate(shares)]
 
@@ -86,13 +86,3 @@ def test_errors_of_all_ranks_are_counted():
 
     for judged in together([[0, 2], [1]], functions=(length, broken), on_error="skip"):
         assert judged.errors == {"broken": 6}
-
-
-def test_no_rewards_at_all_are_refused_on_every_rank_and_one_reward_is_enough():
-    def only_c(completions, answer, **_):
-        return [1.0 if a == "C" else None for a in answer]
-
-    with pytest.raises(ValueError, match="all rewards are None"):
-        together([[0], [2]], functions=[only_c])
-    assert len(together([[0], [1]], functions=[only_c])[0].completions) == 4
-    assert len(together([[0], [2]], functions=[only_c], allow_none=True)[0].completions) == 4

@@ -148,7 +148,7 @@ def test_the_best_are_kept_and_of_equal_ones_the_first():
     # without a verdict a completion is wrong
     completions, _ = judged(("a", "right neat", "stop", [1, 2]))
     rewards = Rewards([lambda completions, **columns: [None] * len(completions)])
-    unjudged = rewards(completions, allow_none=True).completions
+    unjudged = rewards(completions).completions
     assert select(unjudged, rewards, LIMITS) == ([], {"wrong": 1})
 
 

@@ -46,7 +46,7 @@ def trained(trainer):
     "settings",
     [
         *({"loss_type": loss} for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "vespo")),
-        {"loss_type": "cispo", "epsilon_high": 5.0},
+        {"loss_type": "cispo"},
         {"loss_type": "luspo", "importance_sampling_level": "sequence"},
         {"num_iterations": 2},
         {"steps_per_generation": 4, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4},
@@ -81,13 +81,25 @@ def test_a_reward_model_trains(tmp_path, by_name):
     assert trained(trainer) and lines(tmp_path / "run")[0]["reward_std"] > 0
 
 
-def test_a_row_that_nothing_judges_is_told_of(tmp_path, caplog):
+@pytest.mark.parametrize("unjudged", ["c", "all"])
+def test_a_row_that_nothing_judges_is_told_of(tmp_path, caplog, unjudged):
     def some(prompts, completions, **_):
-        return [None if prompt == "c" else float(len(text)) for prompt, text in zip(prompts, completions, strict=True)]
+        none = ("all", *prompts) if unjudged == "all" else unjudged
+        return [None if prompt in none else float(len(text)) for prompt, text in zip(prompts, completions, strict=True)]
 
     with caplog.at_level(logging.WARNING):
-        assert trained(script(tmp_path, some))
-    assert caplog.text.count("all reward functions returned None for a completion of the prompt 'c'") == 1
+        assert bool(trained(script(tmp_path, some))) == (unjudged == "c")
+    assert caplog.text.count("All reward functions returned None for the following kwargs:") == 1
+
+
+def test_scripts_read_these(tmp_path):
+    trainer = script(tmp_path, entropy_coef=0.1, dataloader_num_workers=2, max_steps=1)
+    assert trainer.args.dataloader_num_workers == 0 and trainer.args.accelerator_config.dispatch_batches is False
+    trainer.train()
+    assert trainer.entropy_coef == trainer.state.log_history[0]["entropy_coef"] == 0.1
+    logps, mask = torch.tensor([[-0.5, -9.0], [-2.0, -9.0], [-2.0, -9.0]]), torch.tensor([[1.0, 0.0]] * 3)
+    given = torch.tensor([[-1.0], [-1.0], [1.0]]), logps, torch.zeros(3, 2), mask, 1.0
+    assert torch.equal(trainer.get_off_policy_mask(*given), trl.GRPOTrainer.get_off_policy_mask(*given))
 
 
 def test_names_of_metrics_are_trls(tmp_path):
@@ -180,12 +192,12 @@ def test_a_stream_and_a_data_frame_train_and_evaluate(tmp_path):
     assert (len(trainer.source), len(trainer.held_out[""])) == (12, 5)
 
 
-@pytest.mark.parametrize(
-    "loss, level, told", [("dapo", "sequence", True), ("grpo", "sequence", False), ("dapo", "token", False)]
-)
-def test_sequence_level_with_a_token_sum_is_told_of(loss, level, told):
-    warnings = advice(GRPOConfig(loss_type=loss, importance_sampling_level=level))
-    assert any("sums over tokens" in text for text in warnings) == told
+def test_weak_combinations_of_loss_settings_are_logged(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        script(tmp_path, loss_type="cispo", importance_sampling_level="sequence")
+    assert "sums per-token contributions" in caplog.text and "at most epsilon_high=0.2" in caplog.text
+    for quiet in ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, {"epsilon_high": 0.2}):
+        assert advice(GRPOConfig(**quiet)) == []
 
 
 def test_the_arguments_stand_in_trls_order():
