@@ -108,16 +108,22 @@ def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print, panels:
             color, (steps, values) = f"C{i}", series.get(name, ([], []))
             if not values:
                 continue
+            # A line that covers another has gaps. Dashes are for the metrics to compare with, if there are some.
+            style = "-" if panel.dashed else ("-", "--", ":", "-.")[i % 4]
             if name.startswith("eval/"):
-                axis.plot(steps, values, "o-", color=color, label=label)
+                axis.plot(steps, values, style, marker="o", color=color, label=label)
                 continue
             if panel.window > 1:
                 axis.plot(steps, values, color=color, alpha=0.25)
-            axis.plot(steps, moving_average(values, panel.window), color=color, label=label)
+            axis.plot(steps, moving_average(values, panel.window), style, color=color, label=label)
         for i, name in enumerate(panel.dashed):
             if name in series:
                 axis.plot(*series[name], "--", color=f"C{i}")
-        axis.legend(fontsize="small")
+        if len(panel.metrics) > 1:  # below the axis, where it covers no curve
+            side_by_side = max(1, 36 // (4 + max(map(len, panel.labels or panel.metrics))))
+            axis.legend(
+                fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=side_by_side, frameon=False
+            )
         axis.set(title=panel.title, xlabel="step", ylabel=panel.unit)
         axis.grid(alpha=0.3)
     path = Path(run_dir) / "curves.png"

@@ -4,11 +4,11 @@ Each context has a probability of preference for each token. These true preferen
 RLHF cannot show: whether a policy that follows a learned reward model gets closer to the true preferences.
 
 1. Supervised training (the warm start) learns to draw tokens as often as they are preferred.
-2. A reward model learns from comparisons of two tokens, whose outcomes follow Bradley and Terry (Biometrika 39, 1952):
-   P(a preferred to b) = p_a / (p_a + p_b).
+2. A reward model learns from comparisons of two tokens: P(a preferred to b) = sigmoid(p_a - p_b), the model of Bradley
+   and Terry (Biometrika 39, 1952) with the true rewards as scores.
 3. GRPO follows the reward model. `--reward_funcs preferred` rewards the truly preferred token in its place (RLVR).
 
-The true reward of a token is its true preference. Always drawing the preferred token gives 0.522, the maximum. With
+The true reward of a token is its true preference. Always drawing the preferred token gives 0.699, the maximum. With
 some seeds the reward model is wrong in a context and prefers another token; GRPO then learns this token.
 """
 
@@ -36,7 +36,9 @@ WIDTH = 64  # of the reward model: its embeddings and its hidden layer
 # `python -m fastgrpo.evaluate` judges each model by the reward model of its own run, whatever --seed is there.
 JUDGE = "reward_model_seed"
 
-TRUE = torch.softmax(2 * torch.randn(5, 10, generator=torch.Generator().manual_seed(PREFERENCES_SEED)), 1)  # [5, 10]
+_generator = torch.Generator().manual_seed(PREFERENCES_SEED)
+torch.randn(5, 8, generator=_generator)  # as in the tutorial, which draws embeddings of the contexts first
+TRUE = torch.softmax(2 * torch.randn(5, 10, generator=_generator), 1)  # [5, 10]
 
 DRAWN = "eval/sampled"
 PANELS = (
@@ -54,7 +56,11 @@ PANELS = (
         tuple(CONTEXTS),
         dashed=tuple(f"{DRAWN}/favourite_reward/{context}" for context in CONTEXTS),
     ),
-    *(panel for panel in USUAL if panel.title in ("KL to the reference", "Clipped tokens", "Entropy")),
+    *(
+        panel
+        for panel in USUAL
+        if panel.title in ("KL to the reference", "Clipped tokens", "Entropy", "Advantage magnitude")
+    ),
 )
 
 
@@ -130,8 +136,7 @@ def compare(pairs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     context = torch.randint(len(CONTEXTS), (pairs,))
     a, b = torch.rand(pairs, len(TOKENS)).topk(2).indices.T  # two different tokens
-    # P(a preferred to b) = p_a / (p_a + p_b)
-    wins = torch.rand(pairs) < TRUE[context, a] / (TRUE[context, a] + TRUE[context, b])
+    wins = torch.rand(pairs) < torch.sigmoid(TRUE[context, a] - TRUE[context, b])  # P(a preferred to b)
     return context, torch.where(wins, a, b), torch.where(wins, b, a)
 
 

@@ -1,5 +1,6 @@
 """The contextual bandit: preferences, reward model, rewards, and (slow) its bars."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -15,8 +16,8 @@ from fastgrpo.train import main
 
 def test_the_preferences_are_the_same_in_every_run():
     torch.testing.assert_close(bandit.TRUE.sum(1), torch.ones(5))
-    assert bandit.TRUE.max(1).values.mean().item() == pytest.approx(0.522, abs=1e-3)
-    assert bandit.TRUE.argmax(1).tolist() == [0, 6, 3, 7, 5]
+    assert bandit.TRUE.max(1).values.mean().item() == pytest.approx(0.699, abs=1e-3)
+    assert bandit.TRUE.argmax(1).tolist() == [2, 2, 4, 1, 6]
     rows = bandit.draws(1)
     assert len(rows) == 64_000 and rows == bandit.draws(1) != bandit.draws(2)
     counts = Counter((row["prompt"], row["completion"]) for row in rows)
@@ -31,7 +32,8 @@ def test_comparisons_follow_bradley_and_terry():
         wins = ((context == 1) & (won == a) & (lost == b)).sum().item()
         losses = ((context == 1) & (won == b) & (lost == a)).sum().item()
         p, q = bandit.TRUE[1, a].item(), bandit.TRUE[1, b].item()
-        assert wins + losses > 500 and wins / (wins + losses) == pytest.approx(p / (p + q), abs=0.06)
+        assert wins + losses > 500
+        assert wins / (wins + losses) == pytest.approx(1 / (1 + math.exp(q - p)), abs=0.06)
 
 
 def test_the_reward_model_is_decided_by_its_seed_and_leaves_the_generators_alone():
@@ -51,9 +53,9 @@ def test_the_reward_model_is_decided_by_its_seed_and_leaves_the_generators_alone
 def test_rewards():
     logs = Logs(4)
     logged, log_metric = logs.metrics, logs.log_metric
-    prompts, texts = list("AAAB"), ["0", "1", "", "6"]
+    prompts, texts = list("AAAB"), ["2", "1", "", "2"]
     assert bandit.preferred(prompts, texts, log_metric) == [1.0, 0.0, 0.0, 1.0]
-    true = [bandit.TRUE[0, 0].item(), bandit.TRUE[0, 1].item(), 0.0, bandit.TRUE[1, 6].item()]
+    true = [bandit.TRUE[0, 2].item(), bandit.TRUE[0, 1].item(), 0.0, bandit.TRUE[1, 2].item()]
     assert logged["true_reward"] == true and logged["true_reward/A"] == true[:3] and logged["true_reward/B"] == true[3:]
     assert logged["best_reward"] == logged["favourite_reward"]
     scores, judge = bandit.reward_model(0), bandit.learned_reward(0)
@@ -95,18 +97,17 @@ def test_a_run_is_resumed_and_evaluated_with_its_own_reward_model(tmp_path, monk
 @pytest.mark.slow
 def test_what_the_page_of_the_bandit_tells(tmp_path):
     """GRPO gets closer to what is preferred than supervised training, over three seeds; few reward models err."""
-    gains = []
     for seed in range(3):
         rows = ran(tmp_path / str(seed), "--seed", str(seed))
         true = [row["eval/sampled/true_reward"] for row in rows if "eval/sampled/true_reward" in row]
-        gains.append(true[-1] - true[0])
+        assert true[0] < 0.6
         verified = ["--reward_funcs", "preferred", "--num_generations", "16"]
         rows = ran(tmp_path / f"verified-{seed}", "--seed", str(seed), *verified)
         rewards = [row["reward"] for row in rows if "reward" in row]
         assert len(rewards) == 500 and sum(rewards[-30:]) / 30 >= 0.95
-    assert sum(gains) / 3 >= 0.03, gains
+        assert true[-1] >= 0.69, "99% of the gap to 0.699 is closed"
     best, models = bandit.TRUE.argmax(1), [bandit.reward_model(seed) for seed in range(40)]
     attained = [bandit.TRUE[range(5), scores.argmax(1)].mean().item() for scores in models]
-    # 12 of 40 when it was written. Rounding may move one or two.
-    assert 9 <= sum((scores.argmax(1) != best).any().item() for scores in models) <= 15
-    assert sum(attained) / 40 == pytest.approx(0.503, abs=0.01)
+    # 10 of 40 when it was written. Rounding may move one or two.
+    assert 7 <= sum((scores.argmax(1) != best).any().item() for scores in models) <= 13
+    assert sum(attained) / 40 == pytest.approx(0.678, abs=0.01)
