@@ -9,7 +9,7 @@ import os
 import sys
 from importlib.util import find_spec
 
-_main = sys.modules["__main__"].__spec__
+_main = getattr(sys.modules["__main__"], "__spec__", None)  # a debugger has none
 _error = None
 if find_spec("pydantic") is None:
     _error = "the package pydantic is not installed: pip install 'fastgrpo[train]'"
@@ -21,7 +21,7 @@ if _main is not None and _main.name.startswith("fastgrpo."):  # a command: repor
     if _error:
         print(f"error: {_error}", file=sys.stderr)
         raise SystemExit(2)
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
         print("loading PyTorch ...", file=sys.stderr)  # takes seconds
 elif _error:
     raise ModuleNotFoundError(_error, name="pydantic")

@@ -167,7 +167,10 @@ class RolloutBackend(ABC):
         """
 
     def check_finite(self, groups: Mapping[int, Sequence[Sample]]) -> None:
-        """Raise a ValueError if a log-prob of these completions is not finite, and name the weight that is not."""
+        """Raise a ValueError if a weight is not finite, as log-probs show that are not.
+
+        If only the log-probs are not finite, the update is skipped and counted.
+        """
         if all(sample.logps.isfinite().all() for samples in groups.values() for sample in samples):
             return
         for name, weight in self.policy.module.named_parameters():
@@ -177,8 +180,6 @@ class RolloutBackend(ABC):
                     f"{bad:,} of the {values.numel():,} values of the weight {name} are NaN or infinite, and so are "
                     "log-probs of completions; start from another checkpoint"
                 )
-        raise ValueError("log-probs of completions are NaN or infinite, although all weights are finite; try --dtype "
-                         "float32")  # fmt: skip
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics since the backend was last idle.
@@ -213,7 +214,7 @@ class RolloutBackend(ABC):
             B * G samples; those of a prompt are adjacent.
 
         Raises:
-            ValueError: A prompt is invalid, the backend is not idle, or log-probs are not finite.
+            ValueError: A prompt is invalid, the backend is not idle, or a weight is not finite.
         """
         if self.has_unfinished_requests():
             raise ValueError("generate needs an idle backend; finish or abort the requests in flight first")

@@ -84,7 +84,7 @@ def moving_average(values: list[float], window: int = WINDOW) -> list[float]:
 
 
 def is_measured(panel: Panel, series: Mapping[str, Any]) -> bool:
-    """Return whether a run has curves of a panel. Clip ratios that are always 0 are none: nothing could be clipped."""
+    """Return whether a run has curves of a panel. Clip ratios that are always 0 count as no curve."""
     curves = {name: series[name][1] for name in panel.metrics if name in series}
     return any(any(values) if name.startswith("clip_ratio/") else values for name, values in curves.items())
 
