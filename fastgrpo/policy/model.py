@@ -7,6 +7,7 @@ logits of a whole batch.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -118,7 +119,7 @@ class Policy:
         """The dtype of the weights."""
         return self.module.dtype
 
-    @property
+    @cached_property
     def shape(self) -> Any:
         """The transformers config of the text layers."""
         return self.module.config.get_text_config()
@@ -237,12 +238,12 @@ class Policy:
                 f"does not support; {remedy}, or use --rollout_backend hf"
             )
 
-    @property
+    @cached_property
     def context(self) -> int | None:
         """Maximum tokens of a prompt with its completion; None if the model's config sets no limit."""
         return getattr(self.shape, "max_position_embeddings", None)
 
-    @property
+    @cached_property
     def window(self) -> int | None:
         """Maximum tokens of a sequence under packed attention, because of a sliding window, or None."""
         return None if self.own_attention else narrow_window(self.shape)

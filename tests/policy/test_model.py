@@ -1,5 +1,7 @@
 """`Policy`: its head, its whole weights, its state, and what it cannot hold."""
 
+from unittest.mock import Mock
+
 import pytest
 import tiny
 import torch
@@ -85,3 +87,12 @@ def test_rejects_prompts_that_it_cannot_hold(ids, match):
     policy.check_prompt([5] * 250, 6, "prompt 3")
     with pytest.raises(ValueError, match=f"prompt 3 has .*{match}"):
         policy.check_prompt(ids, 6, "prompt 3")
+
+
+def test_many_prompts_are_checked_without_reading_the_config_for_each(monkeypatch):
+    policy = Policy(tiny.model())
+    read = Mock(wraps=policy.module.config.get_text_config)
+    monkeypatch.setattr(type(policy.module.config), "get_text_config", read)
+    for _ in range(9):
+        policy.check_prompt([5], 6, "a prompt")
+    assert read.call_count <= 1
