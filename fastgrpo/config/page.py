@@ -114,7 +114,7 @@ DIFFERS = [
         "if `model` is a `PeftModel` with trained adapters, the reference includes them",
         "an error: the reference is the model without adapters; merge them first",
     ),
-    ("`eval_loss` is logged", "not logged; use `eval_reward` and `eval_accuracy`"),
+    ("`eval_loss` is a mean over batches", "all completions of an evaluation are one batch"),
     ("callbacks receive `on_substep_end` and `on_optimizer_step`", "not called; a warning says so"),
     ("`train()` overwrites an earlier run in `output_dir`", "an error; resume, or set `overwrite_output_dir`"),
     ("`save_model(output_dir)` writes into the run folder", "writes to `final/` in it"),

@@ -52,12 +52,14 @@ class Evaluation:
         intervals: The 95% interval (low, high) of metrics that are means over prompts.
         rows: One dict per completion.
         notes: Texts that help to interpret the values.
+        samples: The judged completions: the sampled ones, or the greedy ones if none were sampled.
     """
 
     values: dict[str, float]
     intervals: dict[str, tuple[float, float]]
     rows: list[dict]
     notes: list[str]
+    samples: Sequence[Sample] = ()
 
     def metrics(self) -> dict[str, float]:
         """Return values and intervals as one dict, for metrics.jsonl."""
@@ -144,7 +146,7 @@ def evaluate(
         _measure(result, rewards, draws, prefix, means)
         return result.completions
 
-    greedy = judged(dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0), 1, "eval/")
+    drawn = greedy = judged(dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0), 1, "eval/")
     means.add("eval/accuracy", [float(_right(completion)) for completion in greedy], share=True)
     shown = [_row(i, "greedy", completion) for i, completion in enumerate(greedy)]
     if num_generations:
@@ -152,7 +154,7 @@ def evaluate(
         _add_estimates(drawn, num_generations, means)
         shown += [_row(*divmod(i, num_generations), completion) for i, completion in enumerate(drawn)]
     means.values["eval/time"] = time.perf_counter() - started
-    return Evaluation(means.values, means.intervals, shown, means.notes)
+    return Evaluation(means.values, means.intervals, shown, means.notes, drawn)
 
 
 def _add_estimates(completions, draws, means):

@@ -98,7 +98,9 @@ METRICS = {
     "memory/peak_gib": "peak GPU memory of torch during the step, on the GPU with the most, GiB; only on GPUs",
     "tokens/s": "completion tokens, drawn or learned, per second of the whole step",
     "epoch": "passes over the training rows since the start of the run",
-    "eval/loss": "mean negative log-likelihood of a token of held-out completions, nats; of supervised training",
+    "eval/loss": "in supervised training, mean negative log-likelihood of a token of held-out completions, nats. In "
+    "GRPO, loss of the sampled completions of held-out prompts as one batch, without an update; if none were sampled, "
+    "of the greedy ones, which have no advantage",
     "eval/accuracy": "share of held-out prompts whose greedy completion gets at least 1 from the first reward function",
     "eval/reward": "mean of the total reward of the greedy completions of held-out prompts",
     "eval/rewards/{function}/mean": "mean of one reward function over the greedy completions of held-out prompts",

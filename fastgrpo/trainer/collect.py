@@ -219,7 +219,9 @@ def first_finished(
     return dict(sorted(groups.items())), lost
 
 
-def with_advantages(samples: Sequence[Sample], rewards: Rewards, args: GRPOConfig) -> list[Sample]:
+def with_advantages(
+    samples: Sequence[Sample], rewards: Rewards, args: GRPOConfig, group_size: int | None = None
+) -> list[Sample]:
     """Turn the rewards of samples that are trained on together into advantages, of completions or of their tokens.
 
     With process_rewards "token", the step rewards that functions log (`log_steps`) become advantages of tokens, as in
@@ -227,13 +229,14 @@ def with_advantages(samples: Sequence[Sample], rewards: Rewards, args: GRPOConfi
     and a token's advantage is the sum of both. A function that logged steps counts only by these: what it returned is
     their summary.
     """
+    size = group_size or args.num_generations
     per_function, stepped = _verdicts(samples, rewards, args)
     if args.multi_objective_aggregation == "normalize_then_sum":
-        advantages = decoupled_advantages(per_function, rewards.weights, args.num_generations, clip=args.advantage_clip)
+        advantages = decoupled_advantages(per_function, rewards.weights, size, clip=args.advantage_clip)
     else:
         advantages = group_advantages(
             rewards.total(per_function),
-            args.num_generations,
+            size,
             scale=args.scale_rewards,
             baseline=args.advantage_baseline,
             clip=None if stepped else args.advantage_clip,
@@ -242,7 +245,7 @@ def with_advantages(samples: Sequence[Sample], rewards: Rewards, args: GRPOConfi
         dataclasses.replace(sample, advantage=advantage, masked=args.mask_truncated_completions and sample.truncated)
         for sample, advantage in zip(samples, advantages.tolist(), strict=True)
     ]
-    return _with_steps(done, stepped, rewards, args) if stepped else done
+    return _with_steps(done, stepped, rewards, args, size) if stepped else done
 
 
 def _verdicts(samples, rewards, args):
@@ -253,14 +256,14 @@ def _verdicts(samples, rewards, args):
     return per_function, stepped
 
 
-def _with_steps(samples, stepped, rewards, args):
+def _with_steps(samples, stepped, rewards, args, size):
     """Add the advantages of steps to those of completions, token by token."""
     lengths = [len(sample.ids) for sample in samples]
     parts = [torch.full((n,), s.advantage, dtype=torch.float64) for n, s in zip(lengths, samples, strict=True)]
     for name in stepped:
         steps = [s.steps.get(name, ()) for s in samples]
         weight = rewards.weights[rewards.names.index(name)]
-        own = process_advantages(steps, lengths, args.num_generations, scale=args.scale_rewards)
+        own = process_advantages(steps, lengths, size, scale=args.scale_rewards)
         parts = [part + weight * of_tokens for part, of_tokens in zip(parts, own, strict=True)]
     if args.advantage_clip is not None:
         parts = [part.clamp(-args.advantage_clip, args.advantage_clip) for part in parts]

@@ -45,7 +45,7 @@ from fastgrpo.run.signals import StopSignals
 from fastgrpo.run.snapshot import GlobalRNG, HostCopies, Snapshot, restore
 from fastgrpo.run.terminal import is_terminal
 from fastgrpo.trainer.callbacks import Arguments, Callbacks
-from fastgrpo.trainer.collect import Collector, log_samples, rates
+from fastgrpo.trainer.collect import Collector, log_samples, rates, with_advantages
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 from fastgrpo.trainer.results import card_of, finish, log_metrics, push_to_hub, save_metrics, save_model, save_state
 from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Learner, get_off_policy_mask
@@ -502,10 +502,16 @@ class GRPOTrainer:
             )  # fmt: skip
         told = result.summary(self.told)
         result = setup.renamed(result, prefix)
-        self._write(dict(further) | result.metrics())
+        further = dict(further) | self._held_out_loss(result.samples, prefix)
+        self._write(further | result.metrics())
         name = "" if prefix == "eval" else f" of {prefix}"
         self.log.say(f"step {self.state.global_step}: held-out{name} {told}")
-        return dict(further) | result.values
+        return further | result.values
+
+    def _held_out_loss(self, samples, prefix):
+        """Compute the loss of held-out completions, as TRL's eval_loss."""
+        samples = with_advantages(samples, self.rewards, self.args, self.args.eval_num_generations or 1)
+        return {f"{prefix}/loss": self.updates.held_out_loss(samples)}
 
     def _write(self, values):
         """Log metrics of an evaluation, unless the run has ended."""

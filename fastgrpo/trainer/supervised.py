@@ -126,6 +126,9 @@ class SFTTrainer(GRPOTrainer):
     def _log_samples(self, step, samples):
         """Write no samples: they are in the training data."""
 
+    def _held_out_loss(self, samples, prefix):
+        return {}
+
     def _measure(self, rows, prefix):
         """Measure the loss of held-out completions, if any, and the accuracy if there are reward functions."""
         values, examples = {}, self.examples[id(rows)] if id(rows) in self.examples else self._examples(rows)

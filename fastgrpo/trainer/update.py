@@ -77,13 +77,9 @@ class Learner:
             norm is 0 and the loss None. If loss or gradient are not finite, the norm is NaN. In both cases the weights
             do not change, and only the schedule advances.
         """
-        total, device, share_prompt = None, self.policy.device, self.dealer.share_prompt
+        total = None
         with self.ranks.waiting("an update"):
-            self.dealer.meet("the passes")
-            for indices in self.dealer.passes(samples, self.dealer.shares(samples)):
-                batch = Batch.pack([samples[i] for i in indices], device, share_prompt) if indices else None
-                compute = partial(loss_fn, indices, batch) if indices else idle_fn or self.policy.idle_loss
-                loss = self.policy.within(compute)
+            for loss in self._losses(samples, loss_fn, idle_fn):
                 with self.timer.stage("backward"):
                     loss.backward()
                 total = loss.detach() if total is None else total + loss.detach()
@@ -93,6 +89,22 @@ class Learner:
                 norm = self.optimizer.step(self.max_grad_norm, total)
         self.schedule.step()
         return norm, total
+
+    @torch.no_grad()
+    def measure(self, samples: Sequence[Sample], loss_fn: Callable, idle_fn: Callable) -> float:
+        """Compute the loss of samples without an update."""
+        with self.ranks.waiting("the held-out loss"):
+            own = math.fsum(loss.item() for loss in self._losses(samples, loss_fn, idle_fn))
+            return math.fsum(self.ranks.gather(own, "the held-out loss"))
+
+    def _losses(self, samples, loss_fn, idle_fn):
+        """Compute the loss of each micro-batch of this rank in turn."""
+        self.dealer.meet("the passes")
+        for indices in self.dealer.passes(samples, self.dealer.shares(samples)):
+            part = [samples[i] for i in indices]
+            batch = Batch.pack(part, self.policy.device, self.dealer.share_prompt) if part else None
+            compute = partial(loss_fn, indices, batch) if part else idle_fn or self.policy.idle_loss
+            yield self.policy.within(compute)
 
 
 class AdaptiveEntropy:
@@ -382,6 +394,18 @@ class GRPOUpdate:
             metrics.pop("kl", None)  # there is no reference
         return samples, metrics
 
+    def held_out_loss(self, samples: Sequence[Sample]) -> float:
+        """Compute the loss of judged samples as one on-policy batch, without an update."""
+        tokens = sum(len(sample.ids) for sample in samples if not sample.masked)
+        weighted = zip(samples, self.token_weights(samples, tokens), strict=True)
+        samples = [dataclasses.replace(sample, weights=weights, sampler_logps=None) for sample, weights in weighted]
+        kept = [i for i, sample in enumerate(samples) if self.teaches(sample)]
+        self._score(samples, [kept], held_out=True)
+        others = [i for i, sample in enumerate(samples) if not (sample.masked or self.teaches(sample))]
+        selected, _ = self.selection(samples, kept, others, first=True)
+        chosen = [selected.get(i, samples[i]) for i in kept]
+        return self.learner.measure(chosen, lambda _, batch: self.loss(batch, tokens, False).loss, self.idle_loss)
+
     @property
     def entropy_coef(self) -> float:
         """The coefficient of the entropy bonus, after the last update if it is adaptive."""
@@ -405,7 +429,7 @@ class GRPOUpdate:
         regularized = self.objective.beta != 0 or self.objective.entropy_coef != 0 or self.entropy is not None
         return not sample.masked and (regularized or sample.informative)
 
-    def _score(self, samples, kept):
+    def _score(self, samples, kept, held_out=False):
         """Compute reference log-probs of the kept samples, and old log-probs of all minibatches but the first.
 
         The first minibatch is on-policy: its ratio is 1, and its loss returns the log-probs. The KL of the full
@@ -421,7 +445,8 @@ class GRPOUpdate:
             mine, passes = self._of_rank(samples, [list(chain.from_iterable(parts)) for parts in by_rank])
             teaching = [samples[i] for i in mine]
             with self.learner.timer.stage("reference"), self.ranks.waiting("the log-probs of the reference"):
-                metrics = self.reference.measure(teaching, self.scoring, self.ranks)
+                if not held_out:
+                    metrics = self.reference.measure(teaching, self.scoring, self.ranks)
                 if not self.objective.full_kl:
                     self.dealer.meet("the passes")
                     for i, logps in zip(mine, self.reference.score(teaching, self.scoring, passes), strict=True):

@@ -25,9 +25,13 @@ from trl_pairs import (
     trainer,
     weights,
 )
+from updates import make_update
 
+from fastgrpo.data.records import Sample
 from fastgrpo.integrations import trl as integration
 from fastgrpo.integrations.trl import FusedGRPOTrainer, patch
+from fastgrpo.loss.objective import Objective
+from fastgrpo.policy.model import Policy
 
 TYPES = {
     **{name: {"loss_type": name} for name in ("grpo", "bnpo", "dapo", "luspo", "sapo", "vespo")},
@@ -91,6 +95,28 @@ def test_gradients_losses_and_metrics_are_those_of_trl(path, tmp_path, name):
 def test_five_steps_lead_to_the_weights_of_trl(path, tmp_path, name):
     both = pair(path, tmp_path, **CASES[name])
     assert_same_training(both, make_inputs(both.theirs))
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"loss_type": "dapo"}, {"loss_type": "cispo"}, {"loss_type": "grpo", "beta": 0.3, "entropy_coef": 0.1}]
+)
+def test_the_held_out_loss_of_our_trainer_is_trls(path, tmp_path, knobs):
+    theirs = trainer(trl.GRPOTrainer, path, tmp_path, **knobs)
+    model = theirs.model.eval()
+    update = make_update(Policy.of(model), Objective(**knobs), temperature=theirs.temperature)
+    with torch.no_grad():  # away from the reference
+        model.lm_head.weight += 0.1 * torch.randn_like(model.lm_head.weight)
+    inputs = {name: x[:5] if x.ndim else x for name, x in make_inputs(theirs, old=False).items()}  # the sixth is empty
+    prompt_mask, mask = inputs["prompt_mask"].bool(), inputs["completion_mask"].bool()
+    inputs["num_items_in_batch"] = mask.sum()
+    if update.reference is not None:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1), torch.cat([prompt_mask, mask], 1)
+        module = update.reference.policy.module
+        inputs["ref_per_token_logps"] = theirs._get_per_token_logps_and_entropies(module, *ids, mask.shape[1])[0]
+    masked = (inputs["prompt_ids"], prompt_mask), (inputs["completion_ids"], mask)
+    rows = ([row[kept].tolist() for row, kept in zip(*pair, strict=True)] for pair in masked)
+    loss = update.held_out_loss([Sample(*row) for row in zip(*rows, inputs["advantages"].tolist(), strict=True)])
+    assert loss == pytest.approx(theirs._compute_loss(model, inputs).item(), rel=1e-5) and loss
 
 
 @pytest.mark.parametrize("head", [False, True], ids=["lora", "lora and head"])

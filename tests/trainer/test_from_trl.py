@@ -139,7 +139,8 @@ def test_evaluations_of_several_data_sets(tmp_path):
     assert trainer.eval_dataset.keys() == {"math", "code"} and trainer.train_dataset is PROMPTS
     trainer.train()
     for name in rows:
-        assert [x["step"] for x in trainer.state.log_history if f"eval_{name}_reward" in x] == [1, 2]
+        measured = [x for x in trainer.state.log_history if f"eval_{name}_reward" in x]
+        assert [x["step"] for x in measured] == [1, 2] and all(f"eval_{name}_loss" in x for x in measured)
     named = trainer.evaluate(PROMPTS[:1], metric_key_prefix="test")
     assert {"test_reward", "test_completions/mean_length", "test_runtime", "test/accuracy"} <= set(named)
     assert {"eval_a_reward", "eval_b_reward"} <= set(trainer.evaluate({"a": PROMPTS[:1], "b": PROMPTS[1:]}))
