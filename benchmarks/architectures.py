@@ -88,8 +88,8 @@ model with random weights was tested on a CPU in fp32.
 
 - **works**: the rollout engine supports it. The log-probs of rollouts and of training are within 1e-4 of those of the
   model in transformers, and greedy tokens are equal.
-- **hf only**: the engine does not support it, for the reason in the note; loading it raises an error. It can be trained
-  with `--rollout_backend hf`, which uses transformers' `generate` and attention. The same test passes.
+- **hf only**: the engine does not support it, for the reason in the note. `--rollout_backend auto` trains it with
+  transformers' `generate` and attention, which is slower. The same test passes.
 - **no**: it cannot be trained with fastgrpo.
 
 Notes: *window* means that prompt and completion together must fit into the sliding window. *experts* means that

@@ -28,7 +28,7 @@ When a run resumes, another value of a setting raises an error, with these excep
 """
 # Settings of which only some values can change on resume, and what can change.
 BY_VALUE = {
-    "rollout_backend": "`rollout_backend` between fast and eager",
+    "rollout_backend": "`rollout_backend` between auto, fast and eager",
     "ref_storage": "`ref_storage` between None and cpu",
     "reward_model_kwargs": "the device in `reward_model_kwargs`",
     "parallel": "`parallel`, and the number of processes",

@@ -117,10 +117,10 @@ class EngineConfig:
 
     max_num_seqs: Count = 256
     """Generate at most N completions at the same time."""
-    rollout_backend: Literal["fast", "eager", "hf"] = "fast"
+    rollout_backend: Literal["auto", "fast", "eager", "hf"] = "auto"
     """Generate completions with this backend: fast is the engine of this package; eager is the same engine without CUDA
-    graphs (slower, less memory); hf is transformers' generate (slowest), for models that the engine does not
-    support."""
+    graphs (slower, less memory); hf is transformers' generate (slowest). auto is hf for models that the engine does not
+    support, and fast for all others."""
     rollout_memory_utilization: Share = 0.7
     """Limit the KV cache to this share of the memory that remains beside weights, gradients, optimizer, head and
     activations."""

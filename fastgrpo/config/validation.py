@@ -12,7 +12,7 @@ from fastgrpo.config.fields import keywords
 
 # The condition, in words that follow "has an effect only if" -> when it holds, and the settings that need it.
 ONLY_WHERE = {
-    "rollout_backend is fast or eager": (lambda s: s.rollout_backend != "hf", "rollout_memory_utilization"),
+    "rollout_backend is not hf": (lambda s: s.rollout_backend != "hf", "rollout_memory_utilization"),
     "use_peft is True": (lambda s: s.use_peft, "lora_r lora_alpha lora_target_modules"),
     "max_steps is -1 (the recipe of a task may set max_steps: pass --max_steps -1)": (
         lambda s: s.max_steps == -1,
@@ -65,7 +65,7 @@ def on_resume(name: str, before: Any = None, now: Any = None) -> str:
         return "same"
     if name == "reward_model_kwargs" and _but_device(before) != _but_device(now):
         return "same"
-    if name == "rollout_backend" and {before, now} == {"fast", "eager"}:
+    if name == "rollout_backend" and {before, now} <= {"auto", "fast", "eager"}:
         return "inexact"
     if name == "parallel" and "fsdp2_offload" in (before, now):  # another device computes the updates
         return "inexact"

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from fastgrpo.data.records import Prompt, Sample, TrainerState
 from fastgrpo.evaluation.estimators import MAX_DRAWS, bootstrap, maj_at_k, pass_at_k, wilson
 from fastgrpo.policy.fit import prompts_of
-from fastgrpo.policy.load import load_policy, stop_token_ids
+from fastgrpo.policy.load import OWN_ATTENTION, load_policy, stop_token_ids
 from fastgrpo.policy.model import Policy
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.answers import completion_text, final_answer
@@ -34,7 +34,7 @@ def load_sampler(
     """Load the model of a command, its engine, and its sampling parameters."""
     policy, _ = load_policy(
         path, dtype=config.dtype, device=config.device, tokenizer=tokenizer,
-        trust_remote_code=config.trust_remote_code, own_attention=config.rollout_backend == "hf",
+        trust_remote_code=config.trust_remote_code, own_attention=OWN_ATTENTION[config.rollout_backend],
     )  # fmt: skip
     sampling = SamplingParams(
         temperature=config.temperature, max_tokens=config.max_completion_length, seed=config.seed,

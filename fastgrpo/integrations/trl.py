@@ -30,7 +30,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from fastgrpo.integrations.terms import READ, shared_log_weights, vespo_knobs
 from fastgrpo.loss.inputs import check_backward_tolerance
-from fastgrpo.loss.logprobs import linear_logprob
+from fastgrpo.loss.logprobs import linear_logprob, logit_scale
 from fastgrpo.loss.losses import linear_grpo_loss
 from fastgrpo.loss.objective import Objective
 
@@ -233,7 +233,7 @@ def attach(model: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: boo
         cast_lm_head_to_fp32: Compute the head in fp32, also under autocast.
     """
     theirs, config = model.forward, model.config.get_text_config()
-    scale, softcap = _logit_scale(config), getattr(config, "final_logit_softcapping", None)
+    scale, softcap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
     if not scale > 0:
         raise ValueError(f"fastgrpo cannot serve a model that multiplies its logits by {scale}")
     # cap tanh(s x / cap) / T = (cap / s) tanh(x / (cap / s)) / (T / s)
@@ -256,15 +256,6 @@ def attach(model: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: boo
         return FusedCausalLMOutput(loss=loss, log_probs=scores.logps, entropy=scores.entropies, aux_loss=aux_loss)
 
     model.forward = types.MethodType(forward, model)
-
-
-def _logit_scale(config):
-    """Return the factor of a model's logits before the soft-cap."""
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere; Muse Glimmer; Falcon-H1
-        if getattr(config, name, None) is not None:
-            return getattr(config, name)
-    scaling = getattr(config, "logits_scaling", None)  # Granite divides by it, and HyperCLOVA X multiplies
-    return 1.0 if scaling is None else scaling if config.model_type == "hyperclovax" else 1 / scaling
 
 
 def _aux_loss(found, config, kwargs):

@@ -6,7 +6,7 @@ function in kernels/reference.py.
 Shapes: V vocabulary, D hidden; [...] is any shape of tokens.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -95,3 +95,12 @@ def linear_logprob(
     _, outputs = compute(states, rows, *head)
     logps = outputs["logps"].view(targets.shape)
     return (logps, outputs["entropy"].view(targets.shape)) if return_entropy else logps
+
+
+def logit_scale(config: Any) -> float:
+    """Return the factor of a transformers model's logits, before the soft-cap."""
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere; Muse Glimmer; Falcon-H1
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    scaling = getattr(config, "logits_scaling", None)  # Granite divides by it, and HyperCLOVA X multiplies
+    return 1.0 if scaling is None else scaling if config.model_type == "hyperclovax" else 1 / scaling

@@ -35,6 +35,8 @@ from fastgrpo.policy.lora import has_adapters, read_adapters, refuse_wrappers
 from fastgrpo.policy.model import Policy, narrow_window
 
 logger = logging.getLogger(__name__)
+# Whether a rollout backend comes with the model's own attention; None: if packed attention does not support the model.
+OWN_ATTENTION = {"auto": None, "fast": False, "eager": False, "hf": True}
 
 
 @contextmanager
@@ -137,7 +139,7 @@ def load_policy(
     device: str = "auto",
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,
-    own_attention: bool = False,
+    own_attention: bool | None = False,
     use_liger_kernel: bool | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[Policy, PreTrainedTokenizerBase]:
@@ -154,7 +156,7 @@ def policy_and_tokenizer(
     model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: Any
 ) -> tuple[Policy, PreTrainedTokenizerBase]:
     """Load a trainer's model, or take the given one, on the device and in the dtype of the settings."""
-    own_attention = config.rollout_backend == "hf"
+    own_attention = OWN_ATTENTION[config.rollout_backend]
     refuse_wrappers(model)
     if not isinstance(model, (str, Path, PreTrainedModel)):
         raise ValueError(
@@ -279,22 +281,23 @@ def _refuse_quantized(model):
         raise ValueError(f"{name} has quantized weights, which cannot be trained; load it without quantization")
 
 
-def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_attention: bool = False) -> Policy:
-    """Make a policy from a model: turn dropout off, and raise for a model that the engine would compute wrongly."""
+def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_attention: bool | None = False) -> Policy:
+    """Make a policy from a model: turn dropout off, and raise for a model that the engine would compute wrongly.
+
+    `own_attention` None allows the model's own attention, and logs it, if the engine does not support the model.
+    """
     name = type(model).__name__
     if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
         raise ValueError(f"{name} is not a causal LM; load the model with AutoModelForCausalLM")
     if model.base_model is model:  # such as Llama 4's text model, which has the prefix of its multimodal model
         raise ValueError(f"{name}: it has no submodule {model.base_model_prefix!r} that returns the hidden states")
     _refuse_quantized(model)
-    for knob in ("logits_scaling", "logit_scale"):
-        if getattr(model.config, knob, 1) not in (1, None):
-            raise ValueError(
-                f"{name}: config.{knob}={getattr(model.config, knob)} scales the logits, which is not supported"
-            )
     obstacle, grouped = dry_run(model)
-    if obstacle and not own_attention:
+    if obstacle and own_attention is False:
         raise Unfit(obstacle, name)
+    if obstacle and own_attention is None:
+        logger.warning("%s %s, so rollout_backend=auto uses transformers' generate, which is slow", name, obstacle)
+        own_attention = True
     if getattr(model.config, "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")  # transformers' SDPA ignores the cap
     for module in model.modules():  # the trained policy must equal the policy that drew the samples
@@ -315,7 +318,7 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
     else:
         model.gradient_checkpointing_disable()
     needed = (obstacle or narrow_window(model.config.get_text_config())) is not None
-    return Policy(model, own_attention and needed, None if obstacle else grouped)
+    return Policy(model, bool(own_attention and needed), None if obstacle else grouped)
 
 
 def _check_generation_config(model):

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fastgrpo.data.records import Batch, Sample
 from fastgrpo.kernels.head_torch import linear_fp32
 from fastgrpo.loss.inputs import to_device
-from fastgrpo.loss.logprobs import linear_logprob
+from fastgrpo.loss.logprobs import linear_logprob, logit_scale
 from fastgrpo.policy.attention import PackedAttention, attention_of
 from fastgrpo.policy.lora import ADAPTER, has_adapters, refuse_wrappers
 
@@ -94,6 +94,7 @@ class Policy:
     def __init__(self, module: PreTrainedModel, own_attention: bool = False, grouped: bool | None = None):
         self.module, self.own_attention, self.grouped = module, own_attention, grouped
         self.softcap = getattr(self.shape, "final_logit_softcapping", None)
+        self.scale = logit_scale(self.shape)  # of the logits; the states are multiplied by it
 
     @classmethod
     def of(cls, model: "PreTrainedModel | Policy") -> "Policy":
@@ -171,13 +172,16 @@ class Policy:
             out = self.module.base_model(
                 input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, context=context
             )
-        return out.last_hidden_state[0]
+        return self._scaled(out.last_hidden_state[0])
+
+    def _scaled(self, states):
+        return states if self.scale == 1 else states * self.scale
 
     def completion_states(self, batch: Batch) -> torch.Tensor:
         """Compute the hidden states [M, D] that predict a batch's completion tokens."""
         if self.own_attention:
             with self._checkpointing():
-                return padded_states(self.module, batch)[batch.rows]
+                return self._scaled(padded_states(self.module, batch)[batch.rows])
         context = PackedAttention(batch.lengths, batch.input_ids.device, batch.branches)
         return self.states(batch.input_ids, batch.position_ids, context)[batch.rows]
 

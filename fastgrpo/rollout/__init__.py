@@ -9,6 +9,7 @@ Terms of the engine:
   its drawn tokens.
 """
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -29,5 +30,9 @@ def make_backend(policy: Policy, config: Any, reserved: Callable[[], int] | None
     Returns:
         The backend.
     """
-    module, _, name = ROLLOUT_BACKENDS[config.rollout_backend].rpartition(".")
+    name = config.rollout_backend
+    if name == "auto":
+        name = "hf" if policy.own_attention else "fast"
+        config = dataclasses.replace(config, rollout_backend=name)
+    module, _, name = ROLLOUT_BACKENDS[name].rpartition(".")
     return getattr(importlib.import_module(module), name).from_config(policy, config, reserved)

@@ -303,7 +303,7 @@ class _Planner:
             return []
         config, count, b, rest = self.config, self.count, self.dtype.itemsize, "embedding and head"
         in_all, times, where = count.base + count.adapters, ("draw",), ""
-        if self.device.type == "cuda" and config.rollout_backend == "fast":  # CUDA graphs read them
+        if self.device.type == "cuda" and config.rollout_backend in ("auto", "fast"):  # CUDA graphs read them
             times, where = (), ", at fixed addresses"
         unit = max(*count.layers, count.rest)
         whole, what = count.two_layers + count.rest, f"two layers, {rest}"
@@ -445,7 +445,7 @@ def _changes(config, ranks):
         f"--max_completion_length {length}": {"max_completion_length": length},
         "--rollout_memory_utilization 1": {"rollout_memory_utilization": 1.0},
     }
-    if config.rollout_backend == "fast":
+    if config.rollout_backend in ("auto", "fast"):
         changes["--rollout_backend eager"] = {"rollout_backend": "eager"}
     shards = {f"--parallel {way}": {"parallel": way} for way in ("fsdp2", "fsdp2_offload")}
     return changes | (shards if ranks > 1 else {})

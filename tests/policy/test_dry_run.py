@@ -47,7 +47,7 @@ def test_what_the_engine_cannot_serve_is_refused_by_name(name):
     model = architectures.tiny_model(name, **(rope if name == "llama" else {}))
     with pytest.raises(ValueError, match=f"^{type(model).__name__} .*{REFUSED[name]}.*--rollout_backend hf"):
         prepare(model)
-    assert prepare(model, own_attention=True).own_attention
+    assert prepare(model, own_attention=None).own_attention  # rollout_backend=auto
 
 
 class Asking(torch.nn.Module):

@@ -96,10 +96,6 @@ def test_rejects_what_is_no_causal_model():
     model.is_quantized = True
     with pytest.raises(ValueError, match="quantized"):
         prepare(model)
-    model = tiny.model()
-    model.config.logits_scaling = 2.0
-    with pytest.raises(ValueError, match="logits_scaling"):
-        prepare(model)
 
 
 @pytest.fixture

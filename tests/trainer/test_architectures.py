@@ -11,8 +11,9 @@ from benchmarks import architectures
 
 CASES = {
     # Both caps are low enough to bend scores of this size, and the window is shorter than the sequences.
-    "gemma2": ("hf", {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 0.5, "sliding_window": 6}),
+    "gemma2": ("auto", {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 0.5, "sliding_window": 6}),
     "qwen3_moe": ("fast", {}),
+    "cohere2": ("auto", {"logit_scale": 0.3}),
 }
 
 

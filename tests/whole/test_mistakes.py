@@ -233,7 +233,6 @@ RUNS = {
         F, lambda c: (c.folder / "own_rewards.py").write_text("raise SystemExit(0)"), "own_rewards:f' .*SystemExit",
     ),
     "a reward that exits": (F, reward("sys.exit(0)", "async def"), "'f' raised SystemExit.*own_rewards.py:4"),
-    "rewards that are all None": (F, reward("return [None] * 4"), "f gave none of 4"),
     "weights of other rewards": ({"reward_weights": "[1, 2]"}, None, "reward_weights"),
     "a gpu that is not there": (
         {"device": "cuda"}, lambda c: c.patch("torch.cuda.is_available", lambda: False), "device='cuda'",
