@@ -5,7 +5,7 @@ Scores the completions in the column `completion`: a string, or a list of string
 --dataset_name and --model_name_or_path. From a folder, reads the split --dataset_test_split. Without a model there is
 no tokenizer, and the argument completion_ids of a reward function has the UTF-8 bytes of the text.
 
-Exit code: 0 without findings, 1 with warnings, 2 for a mistake in the command.
+Exit code: 0 without warnings, 1 with warnings, 2 for a mistake in the command.
 """
 
 import dataclasses

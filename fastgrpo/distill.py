@@ -34,7 +34,7 @@ REASONS = ("wrong", "empty", "malformed", "truncated", "repetitive", "duplicate"
 CHUNK = 256  # prompts that are completed before their kept completions are written
 DISTILLATION = """Generate completions for the training prompts of a task, and keep the correct ones.
 
-A completion is correct if its first reward is at least 1. A kept completion also has the largest value of each
+A completion is correct if its first reward is at least 1. A kept completion also gets the maximum of each
 ...format_reward, and is not truncated, repetitive or a duplicate. `python -m fastgrpo.sft --train_file FILE` trains on
 the file."""
 

@@ -1,4 +1,4 @@
-"""Draws docs/pictures/architecture.svg from the imports: the stages of a step, and the packages by their layers.
+"""Draws docs/pictures/architecture.svg from the imports: the order of the work in a run, and the packages by layers.
 
     python docs/pictures/architecture.py    # or: make drawing
 
@@ -82,7 +82,7 @@ def draw() -> str:
         'font-size="11.5"><defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" '
         'orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="#777"/></marker></defs>',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        '<text x="3" y="20" font-weight="bold">The stages of a step</text>',
+        '<text x="3" y="20" font-weight="bold">The order of the work in a run; each box names a module</text>',
         '<text x="3" y="106" font-weight="bold">The packages; arrows are imports</text>', *out, "</svg>\n",
     ])  # fmt: skip
 

@@ -19,7 +19,8 @@ write booleans as True or False, and lists with spaces (`--reward_weights 1 0.5`
 A flag overrides the file, the file overrides the recipe of the task (`fastgrpo/recipes/TASK.yaml`), and the recipe
 overrides the default in the tables. `python -m fastgrpo.train --task TASK --help-all` prints the defaults of a task.
 
-If a setting has a condition that does not hold, changing it raises an error.
+Some settings have an effect only under a condition. If it does not hold, passing another value than the default raises
+an error.
 
 When a run resumes, another value of a setting raises an error, with these exceptions:
 
@@ -46,9 +47,9 @@ print(args.prompts_per_step, args.dtype)  # 2 bfloat16
 
 `GRPOConfig` takes every argument of `trl.GRPOConfig`, including those of TrainingArguments. An argument is a setting of
 the same name, is translated, has no effect, or is not supported. An argument that is not supported raises an error that
-says what to use instead, except with TRL's default or a value that turns it off. An argument and a setting that
-contradict each other raise an error. Defaults are TRL's, except those below. The command line and YAML files take only
-[settings](settings.md). `HfArgumentParser` and `TrlParser` work: `TrlParser((ScriptArguments, GRPOConfig))`.
+says what to use instead. Its default in TRL, or a value that turns it off, raises no error. An argument and a setting
+that contradict each other raise an error. Defaults are TRL's, except those below. The command line and YAML files take
+only [settings](settings.md). `HfArgumentParser` and `TrlParser` work: `TrlParser((ScriptArguments, GRPOConfig))`.
 
 **Set the batch size.** TRL has four batch arguments: `per_device_train_batch_size`, `gradient_accumulation_steps`,
 `steps_per_generation` and `generation_batch_size`.
@@ -62,10 +63,10 @@ epoch may therefore add one step.
 
 **Evaluation** uses the first `max_eval_samples` rows, and always runs after the last step.
 """
-SAME_INTRODUCTION = """## The same
+SAME_INTRODUCTION = """## Same name, with a difference
 
-Arguments that are not in the tables below have the same name, meaning and default here. These have the same name, and
-another default or a difference in meaning:
+Arguments that are in none of the tables below have the same name, meaning and default here. The arguments of the next
+table have the same name, but another default or meaning:
 
 | argument | difference |
 |----------|------------|
@@ -98,15 +99,16 @@ DIFFERENCES = """## Behaviour that differs
 DIFFERS = [
     (
         "`loss_type=luspo` with token ratios, and `vespo` with sequence ratios, train with a warning",
-        "an error: the paper's formula has the other ratio",
+        "an error: in the papers, luspo has a ratio per sequence, and vespo a ratio per token",
     ),
     ("`generation_kwargs` with `num_beams` trains", "an error: beams are not samples of the policy"),
     (
         "a reward tokenizer without a padding token pads with its end token",
-        "an error: the model reads its reward before the first padding token, and an earlier turn may end with it",
+        "an error: the reward is read before the first padding token, which could be the end token of an earlier turn; "
+        "set another padding token",
     ),
     (
-        "adapters with dropout, DoRA and other peft options train",
+        "adapters can have dropout, DoRA or other options of peft",
         "an error that names the option: the trained policy must be the one that generated the completions",
     ),
     ("prompt tuning trains", "an error: pass a `LoraConfig`"),
@@ -117,7 +119,7 @@ DIFFERS = [
     ("`eval_loss` is a mean over batches", "all completions of an evaluation are one batch"),
     ("callbacks receive `on_substep_end` and `on_optimizer_step`", "not called; a warning says so"),
     ("`train()` overwrites an earlier run in `output_dir`", "an error; resume, or set `overwrite_output_dir`"),
-    ("`save_model(output_dir)` writes into the run folder", "writes to `final/` in it"),
+    ("`save_model(output_dir)` writes into the run folder", "writes into its folder `final/`"),
     ("`optimizers=` replaces the optimizer", "an error that names the settings to use"),
     ("`trainer.accelerator` exists", "does not exist; use `is_world_process_zero()`"),
     ("`tools`, `environment_factory`, `rollout_func` and `use_vllm` exist", "an error that names the argument"),
@@ -126,7 +128,7 @@ HEADER = "| flag | default | meaning | allowed |\n|------|---------|---------|--
 
 # Tables: title, note below it, and sections.
 _DATA = "The names that begin with `dataset_` are settings of commands and not of `GRPOConfig`, as in TRL."
-_ONLY = "Only `python -m fastgrpo.{}` has these settings, or has another default."
+_ONLY = "These settings exist only in `python -m fastgrpo.{}`, or have another default there."
 TABLES = [
     ("Data", _DATA, ("PromptConfig", "DatasetConfig", "TrainSplitConfig", "TestSplitConfig", "OrderConfig")),
     ("Model", "", ("ModelConfig", "LoadingConfig")),

@@ -55,7 +55,7 @@ class PromptConfig:
 
     task: str = "arithmetic"
     """Take prompts and rewards from this task: arithmetic, countdown, pizza, bandit or code (built-in examples that
-    need no files); gsm8k; sums (sums and differences in GSM8K's template); or dataset (your rows with a `prompt`
+    need no files); gsm8k; sums (sums and differences with the prompt of gsm8k); or dataset (your rows with a `prompt`
     column, and rewards from reward_funcs)."""
     system_prompt: str | None = None
     """Replace the task's system prompt with this text. None keeps it."""
@@ -142,7 +142,8 @@ class RewardFunctionsConfig:
     reward_timeout: Positive | None = None
     """Stop a reward function after N seconds for one completion; the reward becomes None. Functions then run in worker
     processes. For a server, the limit holds for each attempt of a request; for the sandbox, for all tests of a
-    completion together. None sets no limit."""
+    completion together. None sets no limit, except 60 seconds for each attempt of a
+    request, and 5 seconds for each test in the sandbox."""
 
     @property
     def prm(self) -> dict[str, Any]:
@@ -168,7 +169,7 @@ class RewardConfig(RewardFunctionsConfig):
     failure in the metrics."""
     reward_workers: Size | None = None
     """Run reward functions in N worker processes per rank, in parallel with generation; 0 runs them in the trainer's
-    process. None is 0 without reward_timeout, otherwise the number of cores, at most 8."""
+    process. None means 0 without reward_timeout; with it, one process per core of the rank, at most 8."""
 
 
 @settings_class
@@ -218,7 +219,7 @@ class TrainSplitConfig:
     """The training split."""
 
     dataset_train_split: str = "train"
-    """Train on the prompts of this split."""
+    """Take the training prompts from this split."""
 
 
 @settings_class
@@ -246,8 +247,8 @@ class RolloutConfig:
     multiply them by it if they are negative; 1 turns it off."""
     dynamic_sampling: Size = 0
     """Replace groups whose rewards are all equal by groups of new prompts, and sample at most N batches of prompts per
-    step (DAPO, arXiv 2503.14476, uses up to 10). If too few groups have different rewards even then, the step also uses
-    the first of the replaced groups. 0 turns it off."""
+    step (DAPO, arXiv 2503.14476, uses up to 10). If too few groups remain after N batches, replaced groups fill the
+    step, the earliest first. 0 turns it off."""
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
     """Start N times as many groups as a step needs, and cancel the slowest. This favours short completions; 1 turns it
     off."""
@@ -262,9 +263,9 @@ class UpdatesConfig:
     num_iterations: Count = 1
     """Train N times on the completions of a step (mu in GRPO)."""
     head_backward_tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Skip vocabulary entries in the backward pass of the LM head. For each sampled token, the skipped entries together
-    have at most this share of the probability of all other tokens. The gradient of the token's logits changes by at
-    most half of this share. 0 is exact."""
+    """Skip vocabulary entries in the backward pass of the LM head. At each position, the skipped entries together have
+    at most this share of the probability of all entries except the sampled token. The relative error of the gradient
+    with respect to the logits of a position is then at most half of this share, in the 1-norm. 0 is exact."""
 
 
 @settings_class
@@ -297,7 +298,7 @@ class OptimizerConfig:
     adam_epsilon: Positive = 1e-08
     """Add this number to the square root of AdamW's second moment."""
     max_tokens_per_microbatch: Count = 16384
-    """Process at most N tokens per forward and backward pass. Memory grows with N; results do not depend on it."""
+    """Process at most N tokens per forward and backward pass. Memory grows with N; results differ only by rounding."""
 
     @property
     def schedule_kwargs(self) -> dict[str, Any]:
@@ -438,8 +439,8 @@ class ObjectiveConfig:
     highest entropy (arXiv 2506.01939). 1 uses all tokens; a smaller share needs another forward pass per update."""
     off_policy_mask_threshold: Positive | None = None
     """Mask a completion if its advantage is negative and its mean log-prob has fallen by more than N nats since the
-    rollout (DeepSeek-V3.2, arXiv 2512.02556). Updates after the first of a step then need another forward pass. None
-    turns it off."""
+    rollout (DeepSeek-V3.2, arXiv 2512.02556). Updates after the first of a step then need another forward pass;
+    with importance_sampling_mode, the first update does too. None turns it off."""
     sapo_temperature_pos: Positive = 1.0
     """Use this temperature in SAPO's gate for tokens with a positive advantage."""
     sapo_temperature_neg: Positive = 1.05

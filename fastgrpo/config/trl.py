@@ -168,12 +168,12 @@ TRANSLATED = [
     (" ".join(BATCH), batch,
      "prompts_per_step = per_device_train_batch_size x number of processes x steps_per_generation / num_generations. "
      "updates_per_rollout = steps_per_generation / gradient_accumulation_steps. Both must be whole numbers. "
-     "The size of a forward pass is max_tokens_per_microbatch instead, which does not change results."),
+     "The size of a forward pass is max_tokens_per_microbatch instead, which changes results only by rounding."),
     ("num_generations_eval", lambda stated: {"eval_num_generations": stated["num_generations_eval"] or 0},
      "Sets eval_num_generations. These completions are sampled without min_p and repetition_penalty. The accuracy "
-     "comes from one greedy completion. If not set, there is only the greedy one; TRL samples num_generations."),
+     "comes from one greedy completion. If not set, no completions are sampled; TRL samples num_generations."),
     ("eval_strategy save_strategy logging_strategy", strategies,
-     "`steps`: evaluate, save or log every eval_steps (logging_steps if it is None), save_steps or logging_steps. "
+     "`steps`: evaluate every eval_steps (if None: logging_steps), save every save_steps, log every logging_steps. "
      "`no`: evaluate or save only after the last step. Other values raise an error. If eval_strategy is set, the "
      "default of eval_on_start is False."),
     ("bf16 fp16 model_init_kwargs", precision,
@@ -199,28 +199,29 @@ multi_objective_aggregation loss_type mask_truncated_completions sync_ref_model 
 use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target off_policy_mask_threshold
 use_bias_correction_kl report_to warmup_steps epsilon_high
 """
-_COUNT = "With batch arguments: counts updates, "
+_COUNT = "With batch arguments, the value counts updates, and "
 # Others of the same name -> what differs from TRL.
 SAME = {**dict.fromkeys(_PLAIN.split(), ""),
     "output_dir": "None creates a folder in runs/. If the folder contains a run, set overwrite_output_dir or "
     "resume_from_checkpoint.",
-    "max_steps": _COUNT + "a multiple of the updates per step.",
-    "ref_model_sync_steps": _COUNT + "a multiple of the updates per step.",
-    "logging_steps": _COUNT + "rounded up to whole steps.",
-    "eval_steps": _COUNT + "rounded up to whole steps.",
-    "save_steps": _COUNT + "rounded up to whole steps; with metric_for_best_model, to a multiple of eval_steps.",
+    "max_steps": _COUNT + "must be a multiple of the updates per step.",
+    "ref_model_sync_steps": _COUNT + "must be a multiple of the updates per step.",
+    "logging_steps": _COUNT + "is rounded up to whole steps.",
+    "eval_steps": _COUNT + "is rounded up to whole steps.",
+    "save_steps": _COUNT + "is rounded up to whole steps; with metric_for_best_model, to a multiple of "
+    "eval_steps.",
     "gradient_checkpointing": "auto is True on a CPU, and on a GPU if activations do not fit.",
     "use_liger_kernel": "None uses liger-kernel on a GPU if it is installed; a CPU never does. The loss has its own.",
     "disable_tqdm": "None is taken as False.",
     "log_completions": "True also writes all completions to samples.jsonl.",
     "num_completions_to_print": "Prints the first N; TRL prints N at random.",
     "eval_on_start": "If eval_strategy is set, the default is False.",
-    "metric_for_best_model": "A metric such as eval/accuracy or eval_reward. `reward` is the training reward (in TRL: "
-    "eval_reward), and raises an error with EarlyStoppingCallback.",
+    "metric_for_best_model": "A metric such as eval_accuracy, which is eval/accuracy in metrics.jsonl. `reward` is "
+    "the training reward (in TRL: eval_reward), and raises an error with EarlyStoppingCallback.",
     "importance_sampling_level": "luspo needs `sequence`.",
     "reward_weights": "None or empty gives each function a weight of 1.",
     "scale_rewards": "Also takes True (group) and False (none).",
-    "top_entropy_quantile": "A share of the tokens of an update. In TRL: of a micro-batch over all processes.",
+    "top_entropy_quantile": "A share of the tokens of an update; in TRL, of a micro-batch over all processes.",
 }
 # TRL's defaults of settings whose default differs here.
 OTHER_DEFAULTS = {"gradient_checkpointing": True, "use_liger_kernel": False, "disable_tqdm": None,
@@ -264,7 +265,7 @@ REFUSED = [
     ("optim optim_args optim_target_modules", "use optim='adamw_torch': AdamW with float32 master weights"),
     ("torch_compile torch_compile_backend torch_compile_mode liger_kernel_config",
      "leave it out: head, loss and rollout have their own kernels"),
-    ("auto_find_batch_size", "lower max_tokens_per_microbatch if memory runs out; results do not depend on it"),
+    ("auto_find_batch_size", "lower max_tokens_per_microbatch if memory runs out; results differ only by rounding"),
     ("bf16_full_eval fp16_full_eval", "leave it out: evaluations use the dtype of the training"),
     ("neftune_noise_alpha router_aux_loss_coef", "leave it out: the GRPO loss has no such term"),
     ("eval_delay", "use eval_steps, and eval_on_start=False"),
