@@ -12,7 +12,7 @@ from typing import Any
 from fastgrpo.rewards.guard import Failure, attempt
 
 __all__ = ["find_reward"]
-PRM = "prm:"  # in front of the folder or hub id of a process reward model
+PRM = "prm:"  # prefix of the folder or hub id of a process reward model
 
 
 def find_reward(
@@ -53,16 +53,15 @@ def find_reward(
     module, separator, name = spec.partition(":")
     if not separator:
         raise ValueError(
-            f"no reward function {spec!r}; the task has {', '.join(by_name) or 'none'}; "
-            "a function of your own is named module:function, a reward model by its folder or as ORG/MODEL, a process "
-            "reward model by prm: in front of them, a server as http://HOST:PORT/PATH, and the sandbox for programs "
-            "sandbox:python"
+            f"unknown reward function {spec!r}; the task has {', '.join(by_name) or 'no functions'}; "
+            "name your own function module:function, a reward model by its folder or ORG/MODEL, a process reward model "
+            "prm:MODEL, a server http://HOST:PORT/PATH, and the sandbox for programs sandbox:python"
         )
     function = attempt(lambda: getattr(importlib.import_module(module), name))
     if isinstance(function, Failure):
         raise ValueError(
-            f"reward function {spec!r} cannot be imported: {function}; the module must be installed, or lie in the "
-            "working directory or on the PYTHONPATH"
+            f"reward function {spec!r} cannot be imported: {function}; install the module, or put it into the working "
+            "directory or on the PYTHONPATH"
         ) from function.error
     if not callable(function):
         raise ValueError(f"reward function {spec!r} is a {type(function).__name__}, which cannot be called")
@@ -70,7 +69,7 @@ def find_reward(
 
 
 def _load_model(name, settings, prm):
-    """Load a reward model, or after "prm:" a process reward model."""
+    """Load a reward model; a name with the prefix "prm:" is a process reward model."""
     from fastgrpo.rewards.models import ProcessRewardModel, RewardModel
 
     if name.startswith(PRM):

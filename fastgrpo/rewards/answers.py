@@ -1,9 +1,9 @@
 r"""Read the final answer of a text and compare two answers by value.
 
-The answer of a text is what its last marker holds. A marker is ``#### 42``, ``<answer>42</answer>`` or
+The answer of a text is the content of its last marker. A marker is ``#### 42``, ``<answer>42</answer>`` or
 ``\boxed{42}``. Without a marker the whole text is the answer. The value of an answer is the last number in it, as an
-exact fraction. Where that number is only a part of an expression or of a list (``2\sqrt{2}``, ``5 - 3``, ``(1, 2)``),
-the answer has no such value, and `fastgrpo.rewards.symbolic` compares it.
+exact fraction. If that number is only part of an expression or a list (``2\sqrt{2}``, ``5 - 3``, ``(1, 2)``),
+the answer has no value, and `fastgrpo.rewards.symbolic` compares it.
 """
 
 import re
@@ -15,10 +15,10 @@ from typing import NamedTuple
 from fastgrpo.rewards.symbolic import MAX_LENGTH, same_values
 
 # The text of a model is untrusted: a million characters must not stall a step.
-MAX_TEXT_LENGTH = 200_000  # characters at the end of a text in which the last marker is looked for
+MAX_TEXT_LENGTH = 200_000  # the last marker is searched for in so many characters at the end of a text
 MAX_NUMBER_LENGTH = 64  # characters
 
-MAX_ANSWER_LENGTH = 10_000  # characters at the end of an answer that are read, and the last number is among them
+MAX_ANSWER_LENGTH = 10_000  # so many characters are read at the end of an answer, where its last number is
 
 CURRENCY = "$€£¥₹"
 
@@ -48,7 +48,7 @@ _REWRITES = [
         (r"(?<![A-Za-z])Rs\.? ?(?=[0-9])", "₹"),
         ("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}"),
         ("[−﹣‐‑]", "-"),
-        # A dash is a sign where nothing that it could join or subtract from stands before it.
+        # A dash is a sign if no operand and no word precedes it.
         (r"(?<![\w)}\]%])(?<![\w)}\]%] )–(?=[0-9.\\$(])", "-"),
         (rf"(?:{_TEXT})?\{{,\}}", ","),
         (
@@ -58,12 +58,12 @@ _REWRITES = [
         ),
         (r"[\u00a0\u2009\u202f\u3000~]|\\[;: ]|\\q?quad(?![A-Za-z])", " "),
         (rf"\\([%{CURRENCY}])", r"\1"),
-        # Units in braces behind a value, and the exponents in degrees and in other units, are no part of the value.
+        # Units in braces after a value, and exponents of units, are not part of the value.
         (r"\^\{?\\circ\}?|[°º˚]|\\degree(?![A-Za-z])", ""),
         (rf"(?:(?<=[0-9}})\]π%x])|(?<=\\pi)) ?{_UNIT}(?: ?(?:/|·|\\cdot)? ?{_UNIT})*", " "),
         (rf"(?:{_TEXT}\{{[^{{}}0-9]*\}}|(?<![A-Za-z\\])(?:[ckdm]?m|in|ft|yd|mi|[a-z]{{4,}})) ?\^\{{?[23]\}}?", " "),
         _UNWRAPPED,
-        _UNWRAPPED,  # what is left of one in another
+        _UNWRAPPED,  # again, for nested ones
         # A space separates the whole part of a mixed number from its fraction.
         (r"(?<=[0-9])\s*(?=\\[dtc]?frac)", " "),
         (r"\\[dtc]?frac\s*([0-9])\s*([0-9])", r"\\frac{\1}{\2}"),
@@ -77,7 +77,7 @@ _REWRITES = [
         (r"(?<=[0-9)}])\*\*(?=[0-9(])", "^"),
         # At the start of an answer, a sign that is separated from its number by spaces is still its sign.
         (r"\A\s*([-+])\s+", r"\1"),
-        # A space separates thousands only where that makes all of an answer one number.
+        # A space separates thousands only if the whole answer is then one number.
         (
             r"\A([^0-9A-Za-z\\]*[0-9]{1,3})((?: [0-9]{3})+)(?=(?:\.[0-9]+)?(?![0-9])[^0-9]*\Z)",
             lambda match: match[1] + match[2].replace(" ", ""),
@@ -85,7 +85,7 @@ _REWRITES = [
     )
 ]
 
-# Words, and units of two letters, so that 2xy is a product. Letters of other alphabets and arrows part formulas, too.
+# Words and units of two letters, but not the product 2xy. Letters of other alphabets and arrows also separate formulas.
 _WORD = re.compile(
     r"(?<![\\A-Za-z])(?!(?:abc|ABC|xyz|and|or)(?![A-Za-z]))(?:[A-Za-z]{3,}"
     r"|(?i:am|an|as|at|be|by|he|if|in|is|it|no|of|on|pm|so|to|we|st|nd|rd|th|[cdkm]m|[km]g|[cm]l|ft|yd|mi|lb|oz|sq|cu"
@@ -96,7 +96,7 @@ _DELIMITER = re.compile(r"\\[()\[\]]|\{\}")
 _MARKS = " $*_`'\"&,;:"
 _ENDS = _MARKS + ".!?。\\/=-–—"
 _IGNORED = re.compile(
-    # the letter of a choice, and what a value is said to belong to or to be called
+    # The letter of a choice, and the name before a value: (A) 5, x \in, (area) =.
     r"\A\([A-Za-z]\) (?=-?[0-9.$\\])|(?<=[0-9]) \([A-Za-z]\)\Z"
     r"|\A *[A-Za-z] *(?:\\in(?![A-Za-z])|∈)|\A *\([^()=0-9]*\) *=|(?<=[A-Za-z])_(?:\w|\{\w{1,9}\})(?= *=)"
 )
@@ -113,7 +113,7 @@ _NUMBER = re.compile(
     rf"(?P<numerator>{_DECIMAL})(?: ?/ ?(?P<denominator>{_DECIMAL}))?"
 )
 
-# What makes a number next to it an operand of a larger expression. A hyphen does not, because 5-10 may be a range.
+# Text before or after a number that makes it an operand of an expression. Not a hyphen: 5-10 may be a range.
 _FUNCTION = r"\\(?!approx|equiv|[lc]?dots|f?box)[A-Za-z]+"
 _OPERATOR = r"[+*/×÷·]"
 _OPERAND_BEFORE = re.compile(
@@ -123,17 +123,17 @@ _OPERAND_BEFORE = re.compile(
 )
 _OPERAND_AFTER = re.compile(rf" *(?:[\^√π]|{_FUNCTION})")
 
-# Only where the fraction is the whole answer: \frac{1}{2}\pi is half of pi, and 1/2\pi is not.
+# Only if the fraction is the whole answer: \frac{1}{2}\pi is half of pi, and 1/2\pi is not.
 _FRACTION = re.compile(rf"\\[dtc]?frac\{{\s*(-?{_DECIMAL})\s*\}}\{{\s*({_DECIMAL})\s*\}}")
-# A percentage is compared without its sign. A comma in 5,000 separates no items, but one in (1000,200) does.
+# A percentage is compared without its sign. The comma in (1000,200) separates items, the one in 5,000 does not.
 _DROPPED = re.compile(
     rf"%|(?<![A-Za-z])[{CURRENCY}]|[{CURRENCY}](?! ?[0-9])|"
     r"(?<![0-9]{4})(?<=[0-9]),(?=[0-9]{3}(?![0-9]))(?![0-9,]*[)\]])"
 )
-# A unit of one letter is none where it could be a variable: 5 m, but not 5x.
+# One letter is a unit only if it cannot be a variable: 5 m, but not 5x.
 _LETTER_UNIT = re.compile(r"(?<=[0-9]) ?(?:[cdghlmpswABCFGJKLMNVW](?:\^?\{?-?[0-9]\}?)?[ /]?)+\Z")
 _APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])|≈")
-# What a number at the end is only a part of: a relation, or several numbers with signs of formulas.
+# The tokens of formulas. A number at the end of a relation or of several such tokens is only part of the answer.
 _TOKEN = re.compile(
     r"\s*((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,2}(?![0-9A-Za-z]))?"
     r"|\\(?:[dtc]?frac|sqrt|pi|times|cdot|div|pm|mp|infty|cup|lor|[lr]?brac[ek]|[lr]angle|[{}])(?![A-Za-z])"
@@ -144,19 +144,19 @@ _SIGN = re.compile(r"[_^|!]|\\[A-Za-z]")
 
 
 class _Answer(NamedTuple):
-    """What an answer was read as."""
+    """A parsed answer."""
 
     text: str  # all of it, without spaces
-    number: Fraction | None  # its value, where it is a number
-    formula: str  # what is compared where either answer is no number
+    number: Fraction | None  # its value if it is a number
+    formula: str  # compared if either answer is not a number
     has_digit: bool
 
 
 def completion_text(completion: str | list[dict]) -> str:
-    """Return the text that the model wrote: a string as it is, the assistant's messages joined by newlines.
+    """Return the text that the model wrote: a string unchanged, or the assistant's messages joined by newlines.
 
-    The content of a message is a string, a list of parts with a text each, or None. Raises TypeError where the
-    completion is neither a string nor a list of messages.
+    The content of a message is a string, a list of parts with a text each, or None. Raises TypeError if the completion
+    is neither a string nor a list of messages.
 
     Examples:
         >>> completion_text([{"role": "assistant", "content": "42"}])
@@ -204,9 +204,9 @@ def read_number(text: str) -> Fraction | None:
     r"""Return the value of the final answer of a text, or None if it cannot be read.
 
     Thousands separators, signs, decimals, currency, scientific notation, fractions and mixed numbers are read, plain
-    or in LaTeX. A percent sign and a unit are dropped. The value is exact. It is None where the number is part of an
-    expression or a list, is divided by zero or is too long, and where the last marker holds no number, even if a number
-    stands before it: reading that one would reward a text that withdraws its answer.
+    or in LaTeX. A percent sign and a unit are dropped. The value is exact. It is None if the number is part of an
+    expression or a list, is divided by zero or is too long. It is also None if the last marker holds no number, even
+    after an earlier number: otherwise a text that withdraws its answer would be rewarded.
 
     Examples:
         >>> read_number("She pays $3.50 a day. #### -$1,234.50")
@@ -235,7 +235,7 @@ def final_answer(text: str) -> Fraction | str | None:
 def answers_match(text: str, reference: str) -> bool | None:
     r"""Return whether the final answers of a text and its reference have the same value.
 
-    Numbers are compared exactly (``0.50`` is ``1/2``, ``0.33`` is not ``1/3``). Where either answer is an expression,
+    Numbers are compared exactly (``0.50`` is ``1/2``, ``0.33`` is not ``1/3``). If either answer is an expression,
     math-verify compares them (`fastgrpo.rewards.symbolic`).
 
     An answer that cannot be read, or exceeds the limits, is wrong. The result is None if the reference has no digit,
@@ -250,7 +250,7 @@ def answers_match(text: str, reference: str) -> bool | None:
         return None
     if answer.number is not None and expected.number is not None:
         return answer.number == expected.number
-    if answer.text == expected.text:  # whatever it is
+    if answer.text == expected.text:  # equal texts are equal answers
         return True
     verdict = same_values(answer.formula, expected.formula)
     return False if verdict is None and expected.number is not None else verdict
@@ -269,13 +269,13 @@ def _read(text: str) -> _Answer:
 
 
 def _is_formula(found: str, last: str) -> bool:
-    """Tell whether the number at the end of what was found is only a part of it, and not the answer of a sentence."""
+    """Return whether the number at the end of an answer is only part of a formula, not the result of a sentence."""
     several = _SIGN.search(last) is not None and len(_NUMBER.findall(last)) > 1
     return several or _RELATION.search(last) is not None or _is_expression(found)
 
 
 def _is_expression(text: str) -> bool:
-    """Tell whether a text consists of numbers, letters, operators and brackets, as an expression or a list does."""
+    """Return whether a text consists of numbers, letters, operators and brackets, as an expression or a list does."""
     text = text.strip()
     if not text or len(text) > MAX_LENGTH:
         return False
@@ -301,7 +301,7 @@ def _lone_number(found: str) -> Fraction | None:
 
 
 def _last_number(text: str) -> Fraction | None:
-    """Return the last number of a text that was rewritten, or None where it is part of an expression."""
+    """Return the last number of a text that was rewritten, or None if it is part of an expression."""
     text = _FRACTION.sub(r"\1/\2", text)
     number = _last_match(_NUMBER, text)
     if number is None:
@@ -313,7 +313,7 @@ def _last_number(text: str) -> Fraction | None:
 
 
 def _value(number: re.Match) -> Fraction | None:
-    """Compute a number that was found, or return None where it is too long or divided by zero."""
+    """Compute a number that was found, or return None if it is too long or divided by zero."""
     if len(number[0]) > MAX_NUMBER_LENGTH:
         return None
     whole, numerator, denominator = (
@@ -344,7 +344,7 @@ def plain(text: str) -> str:
 
 
 def formula(text: str) -> tuple[str, bool]:
-    r"""Take the last formula out of the words of an answer.
+    r"""Extract the last formula from an answer in words.
 
     Examples:
         >>> formula(r"**The area is $3\pi$ square feet.**")

@@ -36,9 +36,9 @@ class Judged:
     """The verdicts of the reward functions on some completions."""
 
     completions: list[Sample]  # with `rewards`, `extras` and `steps` filled in
-    errors: Counter  # how many completions each function failed on
+    errors: Counter  # number of completions on which each function failed
     logged: dict[str, list[float]]  # the values that functions passed to log_metric
-    timeouts: Counter = field(default_factory=Counter)  # for how many completions each function took too long
+    timeouts: Counter = field(default_factory=Counter)  # number of completions for which each function timed out
 
 
 def reward_matrix(completions: Sequence[Sample]) -> torch.Tensor:
@@ -150,7 +150,7 @@ class Rewards:
         if self.pool is None:
             return {}
         state = step = None
-        if trainer_state is not None:  # made a plain object, which needs no module of the project to be read
+        if trainer_state is not None:  # a plain object: workers can unpickle it without modules of the project
             given = vars(trainer_state)
             state = {name: list(v) if name == "log_history" else deepcopy(v) for name, v in given.items()}
             state, step = SimpleNamespace(**state), trainer_state.global_step
@@ -212,14 +212,14 @@ class Rewards:
                 completion,
                 rewards=verdicts,
                 extras={column: values[i] for column, values in extras.items()},
-                # Those of a function that gave no verdict do not count either.
+                # Steps of a function that returned None are dropped too.
                 steps={
                     name: of[i] for name, of in steps.items() if of[i] is not None and not math.isnan(verdicts[name])
                 },
             )
             for i, (completion, verdicts) in enumerate(zip(completions, by_name, strict=True))
         ]
-        if not timeouts and not errors:  # these say nothing of the rows
+        if not timeouts and not errors:  # after a failure, the rows may be right
             self._warn_unjudged(done)
         return Judged(done, errors, dict(logged), timeouts)
 

@@ -95,11 +95,11 @@ def modes_kept() -> Iterator[None]:
         modes.append((partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)))
     before = [read() for read, _ in modes]
     inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    # Through its descriptor, a folder is found again even where it was renamed or deleted.
+    # A descriptor still finds a folder that was renamed or deleted.
     folder = os.open(".", os.O_RDONLY | getattr(os, "O_PATH", 0))
     try:
-        # Torch can only leave inference mode as it was entered. Leaving this block restores what was before it, even
-        # where async functions left their own such blocks in another order than they entered them.
+        # Only the context that entered inference mode can leave it. This one restores the earlier mode, even if async
+        # functions left their own contexts in another order than they entered them.
         with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
             yield
     finally:
@@ -148,7 +148,7 @@ def _run(function):
         try:
             return loop.run(function(), context=context)
         except BaseException:
-            loop.close()  # which ends the tasks that are left
+            loop.close()  # cancels the remaining tasks
             raise
 
     try:
@@ -193,5 +193,5 @@ def shown(value: Any) -> str:
     """Format the start of a value on one line, for an error message."""
     try:
         return " ".join(repr(value).split())[:60]
-    except Exception:  # such as that of an integer of more than 4,300 digits
+    except Exception:  # such as the repr of an integer with more than 4,300 digits
         return f"a value of type {type(value).__name__}"

@@ -77,9 +77,9 @@ class HttpScorer:
         # The name in metrics: http://localhost:8000/score/math -> localhost_8000_score_math.
         words = [parsed.host, str(parsed.port or ""), *parsed.path.strip("/").split("/")]
         self.__name__ = "_".join("".join(c if c.isalnum() else "_" for c in word) for word in words if word)
-        self.local = parsed.host in ("localhost", "127.0.0.1", "::1")  # which no proxy of the environment reaches
+        self.local = parsed.host in ("localhost", "127.0.0.1", "::1")  # a proxy of the environment is not used
         _headers()
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells each URL with its query
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each URL with its query
 
     def __repr__(self) -> str:
         return f"HttpScorer({self.shown!r})"
@@ -132,7 +132,7 @@ class HttpScorer:
     async def _try(self, client, body):
         """Send a request once. Raises _Again to request a retry."""
         try:
-            # httpx has a limit for each read, and none for the whole time and size
+            # httpx limits each read, but neither the total time nor the size
             async with asyncio.timeout(self.timeout), client.stream("POST", self.url, content=body) as answer:
                 data = bytearray()
                 async for part in answer.aiter_bytes(1 << 16):
@@ -186,7 +186,7 @@ def _parsed(url):
     """Parse a URL, or raise ValueError."""
     try:
         parsed = httpx.URL(url)
-        host, port = parsed.host, parsed.port  # which decodes the name
+        host, port = parsed.host, parsed.port  # reading them decodes the name
         if not 0 < (port or 80) < 65536:
             raise ValueError(f"there is no port {port}")
     except (httpx.InvalidURL, TypeError, ValueError) as error:

@@ -44,7 +44,7 @@ def canonical(value: object) -> str:
         return "{" + ",".join(sorted(map(canonical, value))) + "}"
     if isinstance(value, dict):
         return "{:" + ",".join(sorted(f"{canonical(key)}:{canonical(item)}" for key, item in value.items())) + "}"
-    raise TypeError(f"{type(value).__name__} is no plain data")
+    raise TypeError(f"{type(value).__name__} is not plain data")
 
 
 def _serve(control: int, limits: dict) -> tuple:

@@ -170,9 +170,9 @@ class RewardModel(Judge):
     def _prepare(self):
         if self.tokenizer.pad_token_id is None:
             raise ValueError(
-                f"reward_funcs: the tokenizer of {self.__name__} has no padding token, and the model reads its reward "
-                "before the first one; set tokenizer.pad_token to a token that no text has (the end token ends turns "
-                "of a chat too), and pass the tokenizer as reward_processing_classes"
+                f"reward_funcs: the tokenizer of {self.__name__} has no padding token, and the model computes its "
+                "reward before the first padding token; set tokenizer.pad_token to a token that no text has (the end "
+                "token ends turns of a chat too), and pass the tokenizer as reward_processing_classes"
             )
         self.model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
 
@@ -181,8 +181,8 @@ class RewardModel(Judge):
             raise ValueError(
                 f"reward_funcs: {self.__name__} is a {type(model).__name__} with {model.config.num_labels} labels; a "
                 "reward model is loaded by AutoModelForSequenceClassification with num_labels=1. A process reward "
-                "model is named prm:DIR, or made by fastgrpo.rewards.models.ProcessRewardModel. What another "
-                "model says is a reward by way of a function f(prompts, completions, **columns) of your own"
+                "model is named prm:DIR, or made by fastgrpo.rewards.models.ProcessRewardModel. To use the output of "
+                "another model, write a function f(prompts, completions, **columns)"
             )
 
     @classmethod
@@ -193,7 +193,7 @@ class RewardModel(Judge):
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 path, num_labels=1, trust_remote_code=code, output_loading_info=True
             )
-        if info["missing_keys"]:  # transformers makes them at random, another time others
+        if info["missing_keys"]:  # transformers initializes them at random
             lacking = ", ".join(sorted(info["missing_keys"]))
             raise ValueError(
                 f"reward_funcs: {path} is not a reward model: its files lack {lacking}; name a sequence "
@@ -297,9 +297,9 @@ class ProcessRewardModel(Judge):
             if not ids or self.tokenizer.decode(ids[-1:]).strip() != text.strip():
                 raise ValueError(
                     f"{name}={text!r} is not one token of {self.__name__}, but {len(ids)}; name the token that the "
-                    "model says after a step, with its space in front where it has one"
+                    "model writes after a step, with its leading space if it has one"
                 )
-            self.choices.append(ids[-1])  # some tokenizers put a token for a space in front
+            self.choices.append(ids[-1])  # some tokenizers add a token for a leading space
         if None in self._text_with_tags("1", ["1", "1"])[1]:
             raise ValueError(
                 f"step_tag {self.step_tag!r} does not end in a token of {self.__name__}; name the text that the "
@@ -388,7 +388,7 @@ class ProcessRewardModel(Judge):
             text += f"{step}{self.step_tag}"
             ends.append(len(text) - 1)
         tokens = self.tokenizer(text, return_offsets_mapping=True, split_special_tokens=spelt)
-        # A character may be of several tokens, one for each of its bytes.
+        # A character may span several tokens, one for each of its bytes.
         spans = tokens["offset_mapping"]
         of_ends = [[at for at, (start, after) in enumerate(spans) if start <= end < after] for end in ends]
         return tokens["input_ids"], [max(of_one, default=None) for of_one in of_ends]

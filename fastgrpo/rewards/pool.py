@@ -4,9 +4,10 @@ A worker is a thread with its own process. It sends a job, and waits for results
 Invariants:
 
 - A process that exceeds its limit or dies is killed with all its children.
-- A death costs one call. Other calls of the job are repeated, each alone; a call fails at its second death.
+- The death of a process fails only the call that caused it. Other calls of the job are repeated one by one; a call
+  fails at its second death.
 - Each call has its own seed, so results depend neither on the number of workers nor on the order of finishing.
-- Bytes that a function writes to the pipe of its process count as its death: each message carries a random token.
+- A function that writes to the pipe of its process counts as dead: each message carries a random token.
 - No process outlives the trainer, even after SIGKILL: a shell per worker waits for the end of a pipe and kills the
   group.
 
@@ -49,10 +50,10 @@ _RUN_GUARD = 'read _; kill -s KILL -- "-$1"'
 START_LIMIT = 600.0  # seconds for a worker to import the functions
 GRACE = 5.0  # seconds for a worker's event loop to cancel late calls, before it is killed
 DIED = "the process that ran it died"
-TRIES = 2  # deaths of processes until a call fails
+TRIES = 2  # a call fails after so many deaths
 TIMED_OUT = object()  # the result of a call that exceeded its limit
 TOKEN = 8  # bytes of the token of a process
-STARTS = 5  # deaths in a row during the import, until the pool gives up
+STARTS = 5  # the pool gives up after so many deaths in a row during the import
 _REMEDY = "leave --reward_workers and --reward_timeout out to run them in this one"
 
 
@@ -96,7 +97,7 @@ class Pool:
     def __init__(self, functions: dict[str, Callable], workers: int):
         self.size, self.names, self.start = workers, list(functions), _start_of(functions)
         self.lock, self.workers, self.broken = threading.Lock(), [], None
-        self.state = (None,)  # a new tuple where it changed
+        self.state = (None,)  # a new tuple after each change
 
     def tell(self, state: Any) -> None:
         """Set the trainer state that functions get."""
@@ -122,10 +123,10 @@ class Pool:
         with self.lock:
             workers, self.workers = self.workers, []
             if workers:
-                with contextlib.suppress(queue.Empty):  # a process that is busy reads no job, so to send it would hang
+                with contextlib.suppress(queue.Empty):  # sending to a busy process would hang
                     while True:
                         self.jobs.get_nowait().cancel()
-                os.close(self.bell)  # wakes those that wait
+                os.close(self.bell)  # wakes all waiting workers
                 [self.jobs.put(None) for _ in workers]
                 [worker.join() for worker in workers]
                 os.close(self.ear)
@@ -146,7 +147,7 @@ class _Worker(threading.Thread):
                 self.make(job, TRIES)
             except CancelledError:
                 job.cancel()
-            except Exception as error:  # such as that no process can be started
+            except Exception as error:  # for example, no process can be started
                 if self.pool.broken is None:
                     text = f"the processes that judge completions failed: {type(error).__name__}: {error}"
                     self.pool.broken = error if isinstance(error, ValueError) else RuntimeError(text)
@@ -159,7 +160,7 @@ class _Worker(threading.Thread):
             self.attempt(job)
         except (EOFError, TimeoutError) as end:
             code, late, left = self.kill(), isinstance(end, TimeoutError), job.left()
-            if len(left) > 1 or (not late and tries > 1):  # one of several calls caused it
+            if len(left) > 1 or (not late and tries > 1):  # any of several calls may have caused it
                 for one in left:
                     self.make(one, TRIES if len(left) > 1 else tries - 1)
             else:
@@ -175,7 +176,7 @@ class _Worker(threading.Thread):
             self.connection.send((new, job.function, job.together, job.calls, job.seed, job.limit))
         except OSError:
             raise EOFError from None
-        except Exception as error:  # whatever pickling the columns of a row raises
+        except Exception as error:  # pickling the columns of a row may raise anything
             job.settle(Failure(None, f"{type(error).__name__}: a row cannot be sent to a process: {error}"))
             return
         self.state, ends = state, time.monotonic() + START_LIMIT
@@ -194,9 +195,9 @@ class _Worker(threading.Thread):
                 return
 
     def receive(self, ends):
-        """Wait for a message: 4 bytes with its length, the token, and what was pickled.
+        """Wait for a message: 4 bytes with its length, the token, and the pickled value.
 
-        Raise EOFError where the process died or wrote something else, and TimeoutError after `ends`.
+        Raise EOFError if the process died or wrote something else, and TimeoutError after `ends`.
         """
         data = self.received
         while data[4 : 4 + TOKEN] == self.token[: max(len(data) - 4, 0)]:
@@ -247,7 +248,7 @@ class _Worker(threading.Thread):
         self.end = os.pidfd_open(process.pid)
         guard = ["sh", "-c", _RUN_GUARD, "sh", str(process.pid)]
         self.guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
-        # Last: where one of these fails, `here` closes, so the process ends by itself, and there is nothing to kill.
+        # Last: if one of these fails, `here` closes, and the process ends by itself.
         self.connection, self.state, self.process = Connection(here.detach()), None, process
         self.token, self.received = os.urandom(TOKEN), bytearray()
 
@@ -300,7 +301,7 @@ _starting = False  # whether this process is a worker that imports its functions
 def _serve(descriptor):
     """Run jobs until the trainer closes the pipe, which raises. A reply is (kind, call, value)."""
     connection = Connection(descriptor)
-    with contextlib.suppress(OSError, AttributeError):  # grandchildren whose parent ended become ours, and die with us
+    with contextlib.suppress(OSError, AttributeError):  # adopts orphaned grandchildren, to kill them too
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     token, start = connection.recv()
 
@@ -309,7 +310,7 @@ def _serve(descriptor):
 
     try:
         functions = _load(*start)
-    except BaseException as error:  # whatever a module does while it is imported
+    except BaseException as error:  # an import may raise anything
         reply("broken", 0, described(error))
         return
     reply("ready", 0, None)

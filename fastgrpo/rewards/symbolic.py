@@ -27,7 +27,7 @@ CPU_SECONDS = 4.0  # of one comparison; the usual one takes some milliseconds
 MAX_LENGTH = 300  # characters; a longer answer is prose
 _MEMORY = 4 * 2**30  # bytes of address space
 _RUN = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from fastgrpo.rewards.symbolic import _serve; _serve()"
-_PRECISION = 100  # digits in which differences are computed
+_PRECISION = 100  # digits of precision
 _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -66,7 +66,7 @@ def same_values(answer: str, expected: str) -> bool | None:
 def _ask(answer, expected):
     try:
         return _checker().ask(answer, expected)
-    except BaseException:  # such as a KeyboardInterrupt: its reply would be read as that to the next request
+    except BaseException:  # such as KeyboardInterrupt: the next request must not read this reply
         _close()
         raise
 
@@ -104,7 +104,7 @@ class _Checker:
         self.connection = Connection(here.detach())
         if self.connection.recv_bytes() != b"ready":
             raise ValueError(
-                "an answer is symbolic, and math-verify, which compares those, cannot be imported; "
+                "an answer is symbolic, but math-verify, which compares such answers, cannot be imported; "
                 "pip install 'fastgrpo[train]'"
             )
 

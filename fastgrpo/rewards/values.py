@@ -52,7 +52,7 @@ def json_values(values: Sequence[Any]) -> list:
 
 
 def json_number(value: Any) -> Any:
-    """Convert what JSON does not know, for `json.dumps`."""
+    """Convert a value that JSON does not support, for `json.dumps`."""
     read = plain(value)
     if read is value:
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
@@ -96,7 +96,7 @@ class Logs:
         try:
             self.columns[column] = json_values(items)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"log_extra({column!r}, ...) takes values that JSON can hold: {error}") from None
+            raise ValueError(f"log_extra({column!r}, ...) takes values that JSON supports: {error}") from None
 
     def log_steps(self, ends: Sequence[Sequence[int] | None], rewards: Sequence[Sequence[float] | None]) -> None:
         """Log the rewards of the steps of each completion, for --process_rewards token."""

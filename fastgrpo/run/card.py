@@ -44,8 +44,8 @@ tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 `FOLDER` is this folder, or its name on the hub. """
 SERVING = "`vllm serve FOLDER` serves it."
 SERVING_ADAPTERS = """\
-It holds adapters alone: with peft installed, these lines load the base that `adapter_config.json` names, and put the
-adapters into it. `vllm serve BASE --enable-lora --max-lora-rank {rank} --lora-modules NAME=FOLDER` serves them."""
+It holds only adapters. With peft installed, these lines also load the base model that `adapter_config.json` names.
+`vllm serve BASE --enable-lora --max-lora-rank {rank} --lora-modules NAME=FOLDER` serves them."""
 
 
 def model_card(
@@ -141,5 +141,5 @@ def _shown(value: Any) -> str:
 
 def _versions(adapters):
     packages = ["transformers", "torch", "tokenizers", *(["peft"] if adapters else [])]
-    packages += ["datasets"] if find_spec("datasets") else []  # a trainer whose rows are lists does without
+    packages += ["datasets"] if find_spec("datasets") else []  # not needed if the rows are lists
     return [("fastgrpo", __version__), *((package, version(package)) for package in packages)]

@@ -33,7 +33,7 @@ STATE = "trainer_state.json"
 SHARDS = "shards"  # folder in checkpoints of several ranks
 NEEDED = (STATE, "optimizer.pt", "rng.pt")  # files that every checkpoint of one process has
 NEEDED_OF_RANKS = (STATE, f"{SHARDS}/.metadata", f"{SHARDS}/values.pt", f"{SHARDS}/rng-0.pt")  # and of several ranks
-_OF_RANK = re.compile(rf"{SHARDS}/(?:__|rng-)(\d+)[_.].*")  # the files of one rank; all others are of rank 0
+_OF_RANK = re.compile(rf"{SHARDS}/(?:__|rng-)(\d+)[_.].*")  # the files of one rank; rank 0 writes all others
 VERIFYING = 8  # files that are read concurrently: one at a time would take hours for a large model
 CHUNK = 1 << 24  # bytes hashed at a time; large, because each chunk acquires the interpreter's lock
 
@@ -161,7 +161,7 @@ def verify(path: Path, of_run: bool = False) -> None:
         expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in entries.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path / MANIFEST} is missing or cannot be read: the checkpoint is not complete") from None
-    if of_run:  # which needs all parts, in the form of one process or of several ranks
+    if of_run:  # a resume needs all parts
         sharded = any(name.startswith(f"{SHARDS}/") for name in expected)
         for name in NEEDED_OF_RANKS if sharded else NEEDED:
             if name not in expected:
@@ -173,7 +173,7 @@ def verify(path: Path, of_run: bool = False) -> None:
             raise ValueError(f"{path / MANIFEST} names {name!r}, which lies outside the checkpoint")
         if not (path / name).is_file():
             raise ValueError(f"{path / name} is missing from the checkpoint")
-    with ThreadPoolExecutor(VERIFYING) as threads:  # hashing and reading both let the other threads run
+    with ThreadPoolExecutor(VERIFYING) as threads:  # hashing and reading release the lock of the interpreter
         found = threads.map(_entry, [path / name for name in expected])
         for (name, (size, digest)), entry in zip(expected.items(), found, strict=True):
             if entry != {"bytes": size, "sha256": digest}:
@@ -326,7 +326,7 @@ class Checkpointer:
         return {"best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the best checkpoint of the run that is resumed, unless the metric that ranks them has changed."""
+        """Restore the best checkpoint of the resumed run, unless metric_for_best_model has changed."""
         best = state["best"]
         if best is not None and best["metric"] == self.config.metric_for_best_model:
             self.best = best

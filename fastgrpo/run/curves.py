@@ -18,27 +18,27 @@ class Panel:
 
     title: str
     unit: str  # the label of the vertical axis
-    metrics: tuple[str, ...]  # those of evaluations, which begin with eval/, are drawn as they are
-    labels: tuple[str, ...] = ()  # their names in the legend; empty: as they are
+    metrics: tuple[str, ...]  # evaluation metrics (eval/...) have no moving average
+    labels: tuple[str, ...] = ()  # their names in the legend; empty uses the metrics' own names
     window: int = WINDOW  # logged steps of the moving average; 1 draws only the values
-    dashed: tuple[str, ...] = ()  # metrics of evaluations to compare with, each in the color of the metric at its place
+    dashed: tuple[str, ...] = ()  # evaluation metrics to compare with, in the colors of `metrics`
 
 
 # The panels of tasks without their own.
 PANELS = (
     Panel("Reward", "mean total reward", ("reward",)),
-    Panel("Accuracy", "share right", ("accuracy", "eval/accuracy"), ("accuracy", "held-out, greedy")),
-    Panel("KL to the reference", "nats a token", ("kl",)),
+    Panel("Accuracy", "share correct", ("accuracy", "eval/accuracy"), ("accuracy", "held-out, greedy")),
+    Panel("KL to the reference", "nats per token", ("kl",)),
     Panel("Clipped tokens", "share", ("clip_ratio/low_mean", "clip_ratio/high_mean")),
     Panel("Completion length", "tokens", ("completions/mean_length",)),
-    Panel("Entropy", "nats a token", ("entropy",)),
+    Panel("Entropy", "nats per token", ("entropy",)),
     Panel("Advantage magnitude", "mean |A|", ("advantage/abs_mean",)),
-    Panel("Groups with spread", "share", ("frac_informative",)),
+    Panel("Informative groups", "share of groups", ("frac_informative",)),
 )
 # The panels of supervised training.
 SUPERVISED_PANELS = (
-    Panel("Loss", "nats a token", ("loss", "eval/loss"), ("training", "held-out")),
-    Panel("Accuracy", "share right", ("eval/accuracy",), ("held-out, greedy",)),
+    Panel("Loss", "nats per token", ("loss", "eval/loss"), ("training", "held-out")),
+    Panel("Accuracy", "share correct", ("eval/accuracy",), ("held-out, greedy",)),
     Panel("Gradient norm", "before clipping", ("grad_norm",)),
     Panel("Learning rate", "of AdamW", ("learning_rate",), window=1),
 )
@@ -61,7 +61,7 @@ def read_metrics(run_dir: str | Path, say: Callable[[str], None] = print) -> dic
                 steps.append(step)
                 values.append(value)
     if damaged:
-        say(f"warning: {path}:{damaged[0]} holds no metrics; {len(damaged)} such lines are passed over")
+        say(f"warning: {path}:{damaged[0]} holds no metrics; {len(damaged)} such lines are skipped")
     return series
 
 
@@ -128,7 +128,7 @@ def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print, panels:
         axis.grid(alpha=0.3)
     path = Path(run_dir) / "curves.png"
     if path.is_dir():
-        raise ValueError(f"{path} is a folder where the picture belongs; move it away")
+        raise ValueError(f"{path} is a folder, but the picture needs this name; move it away")
     figure.savefig(path, dpi=100)
     return path
 
@@ -153,7 +153,7 @@ def conclude(
         except (ValueError, OSError) as error:
             say(f"warning: {name} is not written: {error}")
     optional = ("samples.jsonl", "merged", "trace.json.gz")
-    # Supervised training draws no samples, and its file of them is empty.
+    # Supervised training draws no samples, so samples.jsonl is empty.
     files = [name for name in optional if (run_dir / name).exists() and (run_dir / name).stat().st_size]
     files = [checkpoint.name, "metrics.jsonl", *written, "config.json", *files]
     took = (
@@ -175,7 +175,7 @@ def _held_out(run_dir, panels):
                 names.setdefault(name, f"{panel.title}: {label}")
     try:
         rows, series = [], read_metrics(run_dir, say=lambda _: None)
-    except OSError:  # which was told when the picture could not be drawn, as damaged lines were
+    except OSError:  # already reported by `draw_curves`, like damaged lines
         return []
     for name, label in names.items():
         steps, values = series.get(name, ([], []))

@@ -1,7 +1,7 @@
-"""The folder of a run. One run at a time owns it, and never deletes or overwrites what no run made.
+"""The folder of a run. One run at a time owns it, and never deletes or overwrites files that no run made.
 
 A run writes the name of each file and folder to `MADE` before it creates it. Overwriting deletes only these names. A
-run refuses a folder in which something else has one of its names.
+run refuses a folder in which another file has one of its names.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class RunFolder:
         if not self.held:
             raise ValueError(
                 f"this trainer no longer holds output_dir {self.path}, because its run has ended; make a new trainer, "
-                "with resume_from_checkpoint='auto' to go on with the run"
+                "with resume_from_checkpoint='auto' to resume the run"
             )
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held_for(self) -> Iterator[None]:
-        """Hold the folder within a context, also after it was released."""
+        """Hold the folder within a context, even if it was released before."""
         with contextlib.nullcontext() if self.held else contextlib.closing(RunFolder(self.path)):
             yield
 
@@ -72,16 +72,16 @@ class RunFolder:
         return [path for path in sorted(self.path.iterdir()) if NAMES.fullmatch(path.name) and path.name not in noted]
 
     def refuse_foreign(self) -> None:
-        """Refuse the folder where a run would overwrite what no run made."""
+        """Refuse the folder if a run would overwrite files that no run made."""
         foreign = self.foreign()
         if foreign:
             raise ValueError(
-                f"output_dir {self.path} holds {foreign[0].name}, which no run made there and a run would overwrite; "
+                f"output_dir {self.path} holds {foreign[0].name}, which no run made, and a new run would overwrite it; "
                 "move it away, or choose another folder"
             )
 
     def claim(self, name: str) -> Path:
-        """Note that this run makes something in the folder. Call this before it is made."""
+        """Note a file or folder before this run creates it."""
         path = self.path / name
         if name not in made_in(self.path):
             if os.path.lexists(path):
@@ -90,19 +90,19 @@ class RunFolder:
         return path
 
     def rename(self, old: str, new: str) -> Path:
-        """Rename something that a run made."""
+        """Rename a file or folder that a run made."""
         path = (self.path / old).rename(self.claim(new))
         note(self.path, old, gone=True)
         return path
 
     def remove(self, name: str) -> None:
-        """Delete something that a run made, and nothing else."""
+        """Delete a file or folder that a run made."""
         assert name in made_in(self.path), name
         remove(self.path / name)
         note(self.path, name, gone=True)
 
     def empty(self) -> None:
-        """Delete what runs have made in the folder. Everything else stays."""
+        """Delete all files and folders that runs made. Everything else stays."""
         for path in self.made():
             self.remove(path.name)
 
@@ -111,11 +111,11 @@ def lock(path: Path) -> FileLock:
     """Lock a folder until the lock is released or the process ends, however it ends. Refuse a folder in use."""
     file, me = path / LOCK, f"process {os.getpid()} on {socket.gethostname()}"
     owner = _owner(file)
-    held = FileLock(file, timeout=0, thread_local=False)  # the thread that writes checkpoints asks whether it is held
+    held = FileLock(file, timeout=0, thread_local=False)  # the checkpoint thread also checks the lock
     try:
         held.acquire()
     except Timeout:
-        gc.collect()  # a trainer that nothing refers to any more releases its folder
+        gc.collect()  # a trainer without references releases its folder
         try:
             held.acquire()
         except Timeout:
@@ -125,15 +125,14 @@ def lock(path: Path) -> FileLock:
                     "the folder with trainer.log.close()"
                 ) from None
             raise ValueError(
-                f"output_dir {path} is in use by a run that is still alive ({owner}); wait until it ends, or choose "
-                "another folder"
+                f"output_dir {path} is in use by another run ({owner}); wait until it ends, or choose another folder"
             ) from None
     file.write_text(me)
     return held
 
 
 def _owner(file):
-    """Read who held a lock last. Raises ValueError if the file is not the lock of a run."""
+    """Read the last owner of a lock. Raises ValueError if the file is not the lock of a run."""
     try:
         if stat.S_ISREG(os.lstat(file).st_mode):
             owner = file.read_bytes()[:1000].decode(errors="replace")
@@ -145,13 +144,13 @@ def _owner(file):
 
 
 def made_in(path: Path) -> set[str]:
-    """Read which names in a folder belong to things that runs made."""
+    """Read the names of existing files and folders that runs made in a folder."""
     try:
         with open(path / MADE, errors="replace", opener=_without_links) as file:
             lines = file.read().splitlines()
     except OSError:
         return set()
-    noted = {line.removeprefix(_GONE): not line.startswith(_GONE) for line in lines}  # the last line of a name holds
+    noted = {line.removeprefix(_GONE): not line.startswith(_GONE) for line in lines}  # the last line of a name counts
     return {name for name, there in noted.items() if there and NAMES.fullmatch(name)}
 
 
@@ -161,9 +160,10 @@ def _without_links(path, flags):
 
 
 def note(path: Path, *names: str, gone: bool = False) -> None:
-    """Note that a run is about to make things in a folder, or that it has deleted them.
+    """Note files that a run is about to create in a folder, or has deleted.
 
-    The notes reach the disk before this returns, so that no failure of the machine keeps a thing and loses its note.
+    The notes are synced to disk before this returns, so a crash of the machine never loses the note of an existing
+    file.
     """
     assert all(NAMES.fullmatch(name) for name in names), names
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -171,7 +171,7 @@ def note(path: Path, *names: str, gone: bool = False) -> None:
         descriptor = os.open(path / MADE, flags, 0o644)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise ValueError(f"{path / MADE} is not a list of what runs made there; move it away") from None
+            raise ValueError(f"{path / MADE} is not a list of files that runs made; move it away") from None
         raise
     with open(descriptor, "a") as file:
         file.writelines((_GONE if gone else "") + name + "\n" for name in names)
@@ -201,9 +201,9 @@ def claim_output_dir(
                 )
         if not (overwrite or resume) and path.exists() and contents(path):
             if (path / LOCK).exists():
-                RunFolder(path).close()  # this raises where a run is alive, which says more than the error below
+                RunFolder(path).close()  # if a run holds the folder, this raises a better error
             raise ValueError(
-                f"output_dir {path} is not empty; choose another folder, delete what a run left in it with "
+                f"output_dir {path} is not empty; choose another folder, delete the files of the earlier run with "
                 "--overwrite_output_dir True, or continue that run with --resume_from_checkpoint auto"
             )
         path.mkdir(parents=True, exist_ok=True)
@@ -223,12 +223,12 @@ def claim_output_dir(
 
 
 def contents(path: Path) -> list[Path]:
-    """List what is in a folder besides the lock and the notes of runs."""
+    """List the entries of a folder without the lock and the notes of runs."""
     return sorted(entry for entry in path.iterdir() if entry.name not in (LOCK, MADE))
 
 
 def _next_numbered(name):
-    """Create the folder runs/NAME-N with the first number that is free, though others may start at the same moment."""
+    """Create the folder runs/NAME-N with the next free number. Other runs may start at the same moment."""
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise ValueError(f"task {name!r} cannot name a folder; set output_dir")
     RUNS.mkdir(exist_ok=True)
@@ -243,7 +243,7 @@ def _next_numbered(name):
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a folder with all that is in it, or a symbolic link but not its target."""
+    """Delete a file, a folder with its content, or a symbolic link but not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -12,8 +12,8 @@ from typing import Any
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.run.checkpoint import Checkpointer
 
-# The run stops after this many updates in a row whose loss or gradient was not finite. A step in which
-# an update moved the weights counts none.
+# The run stops after this many updates in a row whose loss or gradient was not finite. A step in which an update
+# changed the weights resets the count.
 MAX_SKIPPED = 10
 
 
@@ -21,10 +21,10 @@ MAX_SKIPPED = 10
 class Check:
     """A warning and the condition under which it is given."""
 
-    name: str  # under which a checkpoint notes that the warning was given
+    name: str  # a checkpoint stores this name after the warning
     holds: Callable  # (metrics of a step, settings) -> bool; the KeyError of an unmeasured metric counts as False
-    steps: int  # for how many steps in a row the condition must hold
-    text: str  # what was seen, what it means, and what to do
+    steps: int  # number of steps in a row for which the condition must hold
+    text: str  # symptom, meaning and remedy
 
 
 CHECKS = (
@@ -37,7 +37,7 @@ CHECKS = (
     ),
     Check(
         "no rewards",
-        lambda v, args: v["frac_informative"] >= 0 and "reward" not in v,  # supervised training has neither of them
+        lambda v, args: v["frac_informative"] >= 0 and "reward" not in v,  # supervised training has neither metric
         1,
         "warning: no completion of this step got a reward, so the policy learned nothing from it. Check that the "
         "reward functions read columns that the rows of your data set have",
@@ -139,7 +139,7 @@ class Watch:
         self.skipped = 0  # skipped updates in a row
 
     def observe(self, values: dict[str, float]) -> list[str]:
-        """Look at the metrics of one step and return the warnings that it completes."""
+        """Check the metrics of one step, and return new warnings."""
         if values.get("grad_norm", 0.0) > 0:  # one of the step's updates moved the weights
             self.skipped = 0
         else:
@@ -147,7 +147,7 @@ class Watch:
         if self.skipped >= MAX_SKIPPED:
             last = self.checkpoints.newest
             raise ValueError(
-                f"{self.skipped} updates in a row had a loss or a gradient that is not finite and were skipped, so the "
+                f"{self.skipped} updates in a row were skipped, because the loss or the gradient was not finite; the "
                 "run stops; lower learning_rate, or try --dtype float32\n"
                 f"  {f'the last good checkpoint is {last}' if last else 'no checkpoint had been saved'}"
             )

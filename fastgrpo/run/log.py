@@ -1,6 +1,6 @@
 """The log of a run: the terminal, metrics.jsonl, samples.jsonl, warnings.jsonl, completions as parquet, and trackers.
 
-Rank 0 writes. Other ranks have a `FollowedLog`, which knows the metrics and writes nothing.
+Rank 0 writes. Other ranks have a `FollowedLog`, which keeps the metrics but writes nothing.
 """
 
 import contextlib
@@ -168,7 +168,7 @@ class RunLog:
         for name, file in self._files.items():
             size = state[f"{name}_bytes"]
             if os.fstat(file.fileno()).st_size < size:
-                self.say(f"warning: {file.name} has lost lines that were there when the checkpoint was written")
+                self.say(f"warning: {file.name} has lost lines since the checkpoint was written")
             else:
                 file.truncate(size)
 
@@ -213,7 +213,7 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list]:
             while title in columns:
                 title += f" ({kind})"
             columns[title] = [row.get(name) for row in values]
-    return columns | {"advantage": columns.pop("advantage")}  # it comes last
+    return columns | {"advantage": columns.pop("advantage")}  # the last column
 
 
 def write_parquet(folder: Path, step: int, columns: Mapping[str, Sequence[Any]]) -> Path:
@@ -225,9 +225,9 @@ def write_parquet(folder: Path, step: int, columns: Mapping[str, Sequence[Any]])
     for name, values in columns.items():
         try:
             arrays[name] = pyarrow.array(values)
-            parquet.write_table(pyarrow.table({name: arrays[name]}), io.BytesIO())  # which refuses {}, for example
+            parquet.write_table(pyarrow.table({name: arrays[name]}), io.BytesIO())  # parquet refuses {}, for example
         except (pyarrow.ArrowException, UnicodeEncodeError, OverflowError):
-            arrays[name] = pyarrow.array([json.dumps(value) for value in values])  # escapes what UTF-8 cannot encode
+            arrays[name] = pyarrow.array([json.dumps(value) for value in values])  # JSON escapes lone surrogates
     folder.mkdir(exist_ok=True)
     path = folder / f"completions_{step:05d}.parquet"
     part = path.with_suffix(".part")

@@ -192,7 +192,7 @@ RENAMED = {
     "mean_length": "completions/mean_length",
     "clipped_ratio": "completions/clipped_ratio",
     "time": "runtime",
-}  # what is not called as in TRL behind eval/
+}  # names after eval/ that differ from TRL's
 SAMPLED = "sampled/"
 LEARNING_RATE = "learning_rate"  # every line of training has it, and no line of an evaluation
 

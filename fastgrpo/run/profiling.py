@@ -19,11 +19,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from fastgrpo.run.folder import RunFolder
 
 STAGES = ("rollout", "reward", "reference", "forward", "loss", "backward", "optimizer", "other")
-UPDATE = ("forward", "loss", "backward", "optimizer")  # the stages whose time the MFU is measured against
+UPDATE = ("forward", "loss", "backward", "optimizer")  # the stages that the MFU measures
 WARMUP_STEPS = 2  # steps before the profiler measures anything: the first ones compile kernels and fill caches
 
-# Peak FLOP/s of dense bf16 and fp16 products, from NVIDIA's data sheets. The key is a part of the GPU's name, and the
-# first key that the name contains counts.
+# Peak FLOP/s of dense bf16 and fp16 products, from NVIDIA's data sheets. The first key that is part of the GPU's name
+# counts.
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -80,7 +80,7 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Count what runs inside this context as a stage, and name it so in the trace."""
+        """Time this context as a stage, and name it in the trace."""
         if self.marks is None:
             yield
             return
@@ -94,7 +94,7 @@ class StageTimer:
             self._mark()
 
     def _mark(self):
-        """Note the time, from which on the innermost open stage is running."""
+        """Record the time at which the innermost open stage starts or continues."""
         if self.device.type == "cuda":
             now = torch.cuda.Event(enable_timing=True)
             now.record(torch.cuda.current_stream(self.device))
@@ -103,7 +103,7 @@ class StageTimer:
         self.marks.append((self.open[-1], now))
 
     def stop(self) -> dict[str, float]:
-        """End the step, and wait until the device has done it. Its other streams may go on, such as that of copies.
+        """End the step, and wait until its stream is done. Other streams, such as that of copies, continue.
 
         mfu = FLOPs / (seconds of the stages in UPDATE) / peak
         """
@@ -123,7 +123,7 @@ class StageTimer:
 
 
 def peak_gib(history: Sequence[Mapping[str, Any]]) -> float:
-    """Tell how much memory a run took at most."""
+    """Return the peak memory of this process in GiB."""
     peaks = [row["memory/peak_gib"] for row in history if row.get("memory/peak_gib") is not None]
     unit = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss, in bytes
     return round(max(peaks) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, 3)
@@ -141,9 +141,9 @@ class Profiler:
         self.seen, self.timed, self.trace = 0, [], None
 
     def step(self, values: dict[str, float], left: int) -> None:
-        """Take note of a step. It is called after every step of the run."""
+        """Record a step. Called after every step of the run."""
         needed = needed_steps(self.steps)
-        if not self.seen and self.steps and 1 + left < needed:  # a run that is resumed near its end
+        if not self.seen and self.steps and 1 + left < needed:  # a run that resumes near its end
             self.say(f"profile={self.steps} needs {needed} steps, {1 + left} are left, so this run is not profiled")
             self.steps = 0
         if not self.steps:

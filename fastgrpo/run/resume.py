@@ -50,7 +50,7 @@ def may_go_on(config: TrainingConfig, ranks: Ranks = ALONE) -> bool:
 
 
 def _find(folder, config, say):
-    """Find the checkpoint in a claimed folder. Empty a folder without one."""
+    """Find the checkpoint in a claimed folder. Without one, empty the folder."""
     path, resume = folder.path, config.resume_from_checkpoint
     if resume == "auto":
         checkpoint = newest_good(path, say)
@@ -63,11 +63,11 @@ def _find(folder, config, say):
         stale = [entry.name for entry in folder.made() if entry.name.startswith("stale-")]
         if stale:
             raise ValueError(
-                f"{path} holds {stale[-1]} and no checkpoint to go on from; rename it to go on from it, or choose "
-                "another output_dir"
+                f"{path} holds {stale[-1]}, but no checkpoint; rename it to checkpoint-STEP to resume from it, or "
+                "choose another output_dir"
             )
         if contents(path) and not folder.made():
-            raise ValueError(f"output_dir {path} has no checkpoint, and no run made its files; choose another one")
+            raise ValueError(f"output_dir {path} has no checkpoint, and no run made its files; choose another folder")
         folder.refuse_foreign()
         say(f"no checkpoint in {path}: a new run starts")
         folder.empty()
@@ -78,7 +78,7 @@ def _find(folder, config, say):
     whole = not folder.made() and _is_run(path)
     note(path, *(entry.name for entry in folder.foreign() if whole or entry == checkpoint))
     folder.refuse_foreign()
-    say(f"going on from {checkpoint}")
+    say(f"resuming from {checkpoint}")
     return checkpoint
 
 
@@ -112,9 +112,9 @@ def newest_good(run_dir: Path, say: Callable[[str], None]) -> Path | None:
             verify(found[step], of_run=True)
             return found[step]
         except ValueError as error:
-            say(f"warning: {error}; {found[step].name} is passed over")
+            say(f"warning: {error}; {found[step].name} is skipped")
     if found:
-        raise ValueError(f"no good checkpoint is left in {run_dir}, and none was deleted; start in another output_dir")
+        raise ValueError(f"no checkpoint in {run_dir} is intact; nothing was deleted; start in another output_dir")
     return None
 
 
@@ -137,8 +137,8 @@ def check_settings(checkpoint: Path, config: TrainingConfig, say: Callable[[str]
     state = read_state(checkpoint)
     if state["command"] != config.command:
         raise ValueError(
-            f"{checkpoint} was written by python -m fastgrpo.{state['command']}; continue it by that command, or start "
-            f"a new run from its weights: --model_name_or_path {checkpoint}"
+            f"{checkpoint} was written by python -m fastgrpo.{state['command']}; continue it with that command, or "
+            f"start a new run from its weights: --model_name_or_path {checkpoint}"
         )
     before, now = state["config"], asdict(config)
     earlier = _earlier(before, config)
@@ -171,13 +171,13 @@ def _earlier(before, config):
     return record
 
 
-BLOCK = 4096  # numbers that are added up before they are hashed
+BLOCK = 4096  # so many numbers are summed before the hash
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def refuse_differences(ranks: Ranks, **values: Any) -> None:
     """Raise if ranks read different inputs. All ranks call this together."""
-    for rank, theirs in enumerate(ranks.gather(values, "what each rank reads")):
+    for rank, theirs in enumerate(ranks.gather(values, "the comparison of inputs")):
         for name, value in values.items():
             if theirs[name] != value:
                 raise ValueError(
@@ -189,8 +189,8 @@ def refuse_differences(ranks: Ranks, **values: Any) -> None:
 def digest_of_rows(rows: Iterable[dict]) -> str:
     """Hash data rows with all of their columns, in their order.
 
-    The order of columns does not matter. Arrays and tensors are hashed by value, and other objects that are not JSON by
-    type, because their text may differ between processes.
+    The order of columns does not matter. Arrays and tensors are hashed by value. Other objects that are not JSON are
+    hashed by type, because their text may differ between processes.
     """
     digest = hashlib.sha256()
     for row in rows:
@@ -246,7 +246,7 @@ def inputs_of(
         found[f"the file of reward function {number}"] = _source(function)
         found[f"the model of reward function {number}"] = getattr(function, "name_or_path", None)
     for rows in data:
-        rows = getattr(rows, "rows", rows)  # those that a `Rows` holds
+        rows = getattr(rows, "rows", rows)  # of a `Rows`
         for file in getattr(rows, "cache_files", ()):
             found[f"file {Path(file['filename']).name} of a data set"] = file["filename"]
     return {what: Path(path) for what, path in found.items() if path and Path(path).exists()}

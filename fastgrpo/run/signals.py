@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: after the first a run finishes its step and saves, after the second the process ends.
+"""SIGINT and SIGTERM: after the first, a run finishes its step and saves; after the second, the process ends.
 
 A closed output pipe, as after `head -1`, also makes a run finish its step and save. SIGPIPE itself stays ignored, as in
 Python, because unrelated connections raise it too.
@@ -86,7 +86,7 @@ class StopSignals:
     def leave(self) -> NoReturn:
         """End the process with the exit code of the signal: 130, 143 or 141.
 
-        Shells, torchrun and Slurm then do not take the run for a success.
+        So shells, torchrun and Slurm do not report success.
         """
         if self.received == signal.SIGINT:
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The state of a run between two steps: what a checkpoint holds, how it is copied, written and restored.
+"""The state of a run between two steps: copies, writes and restores the content of a checkpoint.
 
     model, tokenizer     in Hugging Face format, at the top: `from_pretrained(checkpoint)` loads them
     README.md            the model card (see `card.py`)
@@ -15,7 +15,7 @@ Several ranks write shards/ in place of optimizer.pt, rng.pt and reference.pt, a
     rng-R.pt                  the random generators of rank R
 
 Names do not depend on how a tensor was divided, so any number of ranks reads what any other number has written. A run
-is a dictionary of named parts, each with `state_dict` and `load_state_dict`; `FILES` says where each part's state goes.
+is a dictionary of named parts, each with `state_dict` and `load_state_dict`; `FILES` lists the file of each part.
 
 The state is copied to host memory while the GPUs go on computing:
 
@@ -53,7 +53,7 @@ from fastgrpo.ranks import ALONE, Ranks, together
 from fastgrpo.run.checkpoint import SHARDS, STATE, read_state, save_model
 
 logger = logging.getLogger(__name__)
-# All that the list of tensors is made of: it is a pickle, which could name any function to call.
+# The classes that a list of tensors may contain. The list is a pickle, which could call any function.
 _LISTED = re.compile(
     r"torch\.distributed\.checkpoint\.metadata (?:Metadata|MetadataIndex|TensorStorageMetadata|ChunkStorageMetadata"
     r"|TensorProperties|StorageMeta|_MEM_FORMAT_ENCODING)|torch\.distributed\.checkpoint\.filesystem _StorageInfo"
@@ -62,7 +62,7 @@ _LISTED = re.compile(
 
 
 def share_of(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Choose what this rank writes: its parts of sharded tensors, and a share of those that every rank has whole."""
+    """Choose the tensors that this rank writes: its parts of sharded tensors, and a share of the replicated ones."""
     loads, mine = [0] * ranks.size, {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
@@ -77,7 +77,7 @@ def share_of(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, tor
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
     """Write the shards of all ranks, each its own."""
-    # Without copying ahead, which would make this thread wait for the GPU.
+    # No copies ahead: they would make this thread wait for the GPU.
     writer = _Writer(path, sync_files=False, per_thread_copy_ahead=0)
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     try:
@@ -89,7 +89,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks)
 
 
 def tensors_in(path: Path) -> set[str]:
-    """Read which tensors the shards of a checkpoint hold."""
+    """List the tensors in the shards of a checkpoint."""
     return set(_Reader(path).read_metadata().state_dict_metadata)
 
 
@@ -97,7 +97,7 @@ def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Fill tensors in place from the shards of a checkpoint. No rank waits for another one."""
     planner = _Planner(flatten_state_dict=False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that nothing is exchanged, which is intended
+        warnings.simplefilter("ignore")  # torch warns that no rank exchanges anything, which is intended
         try:
             dcp.load(dict(tensors), storage_reader=_Reader(path), planner=planner, no_dist=True)
         except dcp.api.CheckpointException as error:
@@ -106,7 +106,7 @@ def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def full_disk(error: BaseException) -> BaseException:
-    """Return the OSError behind an error of torch's, such as that of a full disk, which torch.save hides."""
+    """Return the OSError behind an error of torch.save, such as that of a full disk."""
     causes = [error]
     while causes[-1].__context__ is not None:
         causes.append(causes[-1].__context__)
@@ -114,7 +114,7 @@ def full_disk(error: BaseException) -> BaseException:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes the files of this rank. Its errors can be sent to other ranks, which their causes would not survive."""
+    """Writes the files of this rank. Its errors have no causes, which could not be sent to other ranks."""
 
     def write_data(self, plan, planner):
         try:
@@ -126,14 +126,14 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """Reads tensors alone. All else torch would unpickle, which calls whatever a forged file names."""
+    """Reads only tensors. torch would unpickle other values, and a forged file could then call any function."""
 
     def load_bytes(self, read_item, value):
-        raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
+        raise ValueError(f"{read_item.dest_index.fqn} is not a tensor")
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the list of tensors without calling what a forged one names."""
+    """Reads the list of tensors, but calls no function that a forged list names."""
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
         file = self.path / ".metadata"
@@ -142,44 +142,45 @@ class _Reader(dcp.FileSystemReader):
                 metadata = _Unpickler(stream).load()
             for name, listed in metadata.state_dict_metadata.items():
                 if type(listed) is not TensorStorageMetadata:
-                    raise ValueError(f"{name} is no tensor")
+                    raise ValueError(f"{name} is not a tensor")
             metadata.storage_meta = StorageMeta(load_id=self.load_id)
             return metadata
-        except Exception as error:  # what a damaged file makes of the unpickler is of any type
+        except Exception as error:  # a damaged file may raise anything
             raise ValueError(f"{file} cannot be read: {type(error).__name__}: {error!s:.100}") from error
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module, name):
         if not _LISTED.fullmatch(f"{module} {name}"):
-            raise ValueError(f"it names {module}.{name}, which no list of tensors does")
+            raise ValueError(f"it names {module}.{name}, which a list of tensors never contains")
         return super().find_class(module, name)
 
 
 class HostCopies:
-    """Makes the copies, one set of them at a time, and orders them before the update that follows.
+    """Copies one set of tensors at a time, and orders the copies before the next update.
 
-    Copies of tensors on a GPU go into pinned memory, which is kept for the next set: to pin memory takes long, and what
-    nobody holds is unpinned whenever torch records a CUDA graph. Other tensors are copied at once.
+    Copies of tensors on a GPU go into pinned memory, which the next set reuses: pinning is slow, and torch unpins free
+    memory whenever it records a CUDA graph. Other tensors are copied at once.
     """
 
     def __init__(self) -> None:
         self._streams = {}  # GPU -> the stream of its copies
         self._copied = {}  # GPU -> the event after the last copy of this set
-        self._sources = []  # what is copied: its memory must not be given to others before
-        self._free = defaultdict(list)  # dtype, shape and strides -> host memory that no set uses
-        self._used = []  # the same of this set: pairs of key and memory
-        self._pageable = 0  # bytes of new memory of this set that is not pinned
-        self._obstacle = None  # why no more memory can be pinned
+        self._sources = []  # sources of running copies: their memory must not be reused
+        self._free = defaultdict(list)  # dtype, shape and strides -> unused host memory
+        self._used = []  # (key, memory) pairs of this set
+        self._pageable = 0  # bytes of this set's new memory that are not pinned
+        self._obstacle = None  # the error of the last attempt to pin memory
 
     def take(self, tree: Any) -> Any:
         """Copy every tensor of nested dicts and lists. One that occurs twice (tied weights) is copied once.
 
-        The copies of tensors on a GPU are complete after `wait`. The set before must be complete. It stays as it is
-        unless it has been released. Of a sharded tensor the part of this rank is copied, and the copy is sharded alike.
+        The copies of tensors on a GPU are complete after `wait`. The previous set must be complete. It stays unchanged
+        unless it has been released. Of a sharded tensor, the part of this rank is copied; the copy has the same
+        sharding.
         """
         copies, started, could_pin = {}, set(), self._obstacle is None
-        self._used, self._pageable = [], 0  # memory that is not released belongs to whoever reads it
+        self._used, self._pageable = [], 0  # memory of an unreleased set is still read
 
         def copied(tensor):
             if isinstance(tensor, DTensor):
@@ -197,7 +198,7 @@ class HostCopies:
         return tree
 
     def _copy(self, tensor, started):
-        """Copy a tensor. `started` holds the GPUs whose stream of copies has waited for the work before the set."""
+        """Copy a tensor. `started` holds the GPUs whose copy stream already waits for earlier work."""
         device = tensor.device
         if not on_gpu(tensor):
             return tensor.to("cpu", copy=True)
@@ -272,11 +273,11 @@ def _map(function, tree):
     return tree
 
 
-# The generators come after these, because nothing may draw from them after they are restored.
+# rng.pt comes last, because nothing may draw from the generators after they are restored.
 FILES = {"optimizer.pt": ("optimizer", "schedule"), "reference.pt": ("reference",), "rng.pt": ("rng",)}
 VALUES = f"{SHARDS}/values.pt"
-LOG = "log"  # the part that changes files when it gets its state
-PROGRESS = "progress"  # the part whose entries stand at the top of trainer_state.json, as transformers has them
+LOG = "log"  # the part that truncates files when it is restored
+PROGRESS = "progress"  # the part at the top level of trainer_state.json, as in transformers
 
 
 class Snapshot:
@@ -322,7 +323,7 @@ class Snapshot:
         """Write all files except shards of tensors: rank 0 those of the run, each rank its own."""
         self.copies.wait()
         if self.ranks.lead:
-            transformers_logging.disable_progress_bar()  # transformers' bar would break up the run's own
+            transformers_logging.disable_progress_bar()  # transformers' bar would interrupt that of the run
             save_model(path, self.model, self.tokenizer, self.weights, self.card)
             (path / STATE).write_text(self.state + "\n")
         for file, state in self.files.items():
@@ -379,7 +380,7 @@ def restore(
 ) -> None:
     """Restore the parts of a run from a checkpoint; the random generators last, since other parts may use them.
 
-    The log follows at the very end: it truncates later lines, which must remain if a rank fails before.
+    The log is restored last: it truncates later lines, which must remain if a rank fails before.
     """
 
     def compare(state):
@@ -394,7 +395,7 @@ def restore(
             parts[LOG].load_state_dict(state[LOG])
 
     load = partial(_load, parts, path, ranks)
-    for do, what in ((compare, "what is compared with"), (load, "the state in"), (go_back, "the log's return to")):
+    for do, what in ((compare, "the comparison with"), (load, "loading"), (go_back, "restoring the log of")):
         together(ranks, partial(_with_state, path, do), f"{what} {path}")
 
 
@@ -413,12 +414,12 @@ def _compare(state, path, about, say):
     """Compare the inputs of a run with those of the checkpoint."""
     if state["dtype"] != about["dtype"]:
         before, now = (name.removeprefix("torch.") for name in (state["dtype"], about["dtype"]))
-        raise ValueError(f"{path} was trained in {before}, the policy is {now} now; go on with --dtype {before}")
+        raise ValueError(f"{path} was trained in {before}, but the policy is {now} now; continue with --dtype {before}")
     settings = state["config"]["gradient_checkpointing"], about["config"]["gradient_checkpointing"]
     before, now = state["gradient_checkpointing"], about["gradient_checkpointing"]
     if "auto" in settings and before != now:  # `check_settings` reports a changed setting
         say(
-            f"warning: gradient_checkpointing was {before} and is {now} now, by what auto chooses: the run continues, "
+            f"warning: gradient_checkpointing was {before} and is {now} now, because auto chose it: the run continues, "
             "but not bit for bit as it would have without the change"
         )
     changed = {
@@ -443,8 +444,8 @@ def _compare_division(before, now, path, say):
     )
     if before != now:
         say(
-            f"warning: {path.name} was written by {before}, and goes on with {now}: the run continues, but not bit for "
-            "bit as it would have without the change"
+            f"warning: {path.name} was written by {before}, and continues with {now}: the run continues, but not bit "
+            "for bit as it would have without the change"
         )
 
 
@@ -456,7 +457,7 @@ def _load(parts, path, ranks, state):
         if name not in apart:
             part.load_state_dict(state[name])
     (_load_shards if "ranks" in state else _load_files)(parts, path)
-    if ranks.rank >= state.get("ranks", 1):  # there was no such rank
+    if ranks.rank >= state.get("ranks", 1):  # a new rank
         set_seed((state["config"]["seed"] + ranks.rank) % 2**32)
     else:
         file = f"{SHARDS}/rng-{ranks.rank}.pt" if "ranks" in state else "rng.pt"
@@ -499,12 +500,12 @@ def _read(file):
         raise ValueError(f"{file} is missing from the checkpoint") from None
     except OSError:
         raise
-    except Exception as error:  # what a damaged file makes of torch and of its unpickler is of any type
+    except Exception as error:  # a damaged file may raise anything
         raise ValueError(f"{file} cannot be read: {type(error).__name__}: {error!s:.100}") from error
 
 
 class GlobalRNG:
-    """The global random generators. Reward functions may use them; rollouts draw from seeds of their own."""
+    """The global random generators. Reward functions may use them; rollouts have their own seeds."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the generators of Python, NumPy, torch and every CUDA device."""

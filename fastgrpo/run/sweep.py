@@ -31,7 +31,7 @@ from fastgrpo.run.terminal import Terminal
 FLAGS = ("--sweep", "--sweep_seeds")
 COMMAND = (sys.executable, "-m", "fastgrpo.train")
 OWN = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint")  # a sweep sets these for its runs
-AGAIN = "the same command goes on with it, with --output_dir"
+AGAIN = "to continue it, repeat the command with --output_dir"
 FIGURES = ("accuracy_before", "accuracy_after", "reward", "steps", "num_tokens", "wall_seconds")
 
 
@@ -71,7 +71,7 @@ def run_sweep(runs: list[SweepRun]) -> None:
     """Make the unfinished runs, and write the table and the picture."""
     config, path, failed = runs[0].config, Path(runs[0].config.output_dir or ""), []
     if config.output_dir and path.is_dir() and contents(path) and SWEEP_TABLE not in made_in(path):
-        raise ValueError(f"output_dir {path} is not empty and holds no sweep to go on with; choose another folder")
+        raise ValueError(f"output_dir {path} is not empty and holds no sweep to continue; choose another folder")
     terminal = Terminal(bars=not config.disable_tqdm, quiet=config.quiet)
     with contextlib.closing(claim_output_dir(config.output_dir, f"sweep-{config.task}", resume=True)) as folder:
         folder.claim(SWEEP_TABLE)
@@ -103,7 +103,7 @@ def _make(run, folder, stop):
         while process.poll() is None and not stop:
             time.sleep(0.05)
     finally:
-        process.terminate()  # it saves and ends, unless it has ended
+        process.terminate()  # the run saves and ends
     if process.wait() == 0 or stop:
         return None
     last = (folder.path / f"{run.name}.log").read_text(errors="replace").rstrip().splitlines()[-3:]
@@ -113,7 +113,7 @@ def _make(run, folder, stop):
 def figures_of(run: SweepRun, folder: Path) -> dict[str, float | None] | None:
     """Read the figures of a run. Returns None unless it has finished with these settings."""
     settings, summary = folder / run.name / "config.json", folder / run.name / "summary.json"
-    try:  # a run writes its settings whenever it starts or resumes, and the summary at its end
+    try:  # config.json is written at each start and resume, summary.json at the end
         before, figures = json.loads(settings.read_text()), json.loads(summary.read_text())
         now = json.loads(json.dumps(asdict(run.config)))  # tuples are lists there
         rewards = read_metrics(folder / run.name, lambda _: None).get("reward", ([], []))[1][-WINDOW:]
@@ -140,7 +140,7 @@ def _report(runs, folder, terminal):
         for setting, paths in groups.items():
             series = [read_metrics(path, terminal.say).get(metric, ([], [])) for path in paths]
             curves = [dict(zip(steps, moving_average(values, window), strict=True)) for steps, values in series]
-            steps = sorted(set.intersection(*map(set, curves)))  # that all runs of the setting have
+            steps = sorted(set.intersection(*map(set, curves)))  # steps of all runs of the setting
             means = [statistics.mean(curve[step] for curve in curves) for step in steps]
             widths = [statistics.pstdev(curve[step] for curve in curves) for step in steps]
             several = len(paths) > 1  # one run has no deviation

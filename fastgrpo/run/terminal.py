@@ -121,7 +121,7 @@ class Terminal:
         """
         if not self._live():
             hidden = not (self.bars and is_terminal(sys.stderr)) or self.bar is not None
-            # The shares add up to 1 but for rounding, and tqdm warns of a bar that is more than full.
+            # Shares sum to 1 up to rounding, and tqdm warns about a bar above 100%.
             with tqdm(
                 total=1.0 + 1e-6, desc=name, leave=False, smoothing=0, bar_format=SHARE_BAR, disable=hidden,
                 dynamic_ncols=True,

@@ -42,7 +42,7 @@ def named(step: int, values: Mapping[str, float]) -> dict[str, float]:
 
 
 class Tracker:
-    """A tracker, made from (config, folder, checkpoint)."""
+    """A tracker, created with (config, folder, checkpoint)."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send metrics."""
@@ -79,7 +79,7 @@ class WandB(Tracker):
 
     def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None:
         self.wandb = _module("wandb")
-        folder.claim("wandb")  # it makes this folder inside of the run's
+        folder.claim("wandb")  # W&B makes this folder in the run folder
         known = _known(folder, "wandb", {"id": secrets.token_hex(4)})
         try:
             self.run = self.wandb.init(
@@ -131,8 +131,8 @@ class Trackio(Tracker):
             raise ValueError(
                 f"report_to trackio: {store} cannot be written: {error.strerror}; set TRACKIO_DIR to another folder"
             ) from None
-        # Runs are found by their names alone, and a run that goes on gets the newest of its name. Without a number of
-        # its own, that could be another run: of another folder, or of the same --run_name.
+        # Runs are found only by name, and a resumed run gets the newest run of its name. Without a suffix, that
+        # could be the run of another folder with the same --run_name.
         known = _known(folder, "trackio", {"name": f"{config.run_name or folder.path.name}-{secrets.token_hex(4)}"})
         self.quiet = config.quiet
         with self._said():
@@ -183,6 +183,6 @@ def _known(folder, name, new):
         return {key: str(known[name][key]) for key in new}
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"{path} cannot be read ({type(error).__name__}: {error!s:.100}); delete it, and this run begins anew in "
-            f"its trackers, or leave {name} out of report_to"
+            f"{path} cannot be read ({type(error).__name__}: {error!s:.100}); delete it to start a new run in the "
+            f"trackers, or leave {name} out of report_to"
         ) from None

@@ -178,7 +178,7 @@ def test_every_page_shows_lengths_and_spread(tmp_path):
     """The panels of a task may leave them out, and are not shown twice where they do not."""
     every = dict.fromkeys(("own", *(panel.metrics[0] for panel in PANELS)), lambda step: 1.0)
     run, own = read_run(write_run(tmp_path / "a", **every), "a"), Panel("Own", "unit", ("own",))
-    titles = ["Own", "Completion length", "Groups with spread"]
+    titles = ["Own", "Completion length", "Informative groups"]
     assert [panel["title"] for panel in payload([run], [own])["panels"]] == titles
     assert len(payload([run], PANELS)["panels"]) == len(PANELS)
 

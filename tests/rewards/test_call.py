@@ -50,7 +50,7 @@ def test_a_function_is_found_by_its_name(tmp_path, monkeypatch):
     assert find_reward("correctness", [correctness]) is correctness
     assert find_reward("math:sqrt") is math.sqrt
     for find in (find_reward, lambda name: find_rewards(name, None)):  # the path of a file is no model of the hub
-        with pytest.raises(ValueError, match=r"no reward function 'rewards/mine\.py'"):
+        with pytest.raises(ValueError, match=r"unknown reward function 'rewards/mine\.py'"):
             find("rewards/mine.py")
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "fails_on_import.py").write_text("1 / 0")

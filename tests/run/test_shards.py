@@ -68,7 +68,7 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(ranks):
     }  # fmt: skip
     for (rank, reader, _, writer), line in found.items():
         assert line["different"] == [] and not line["moved"], (rank, reader, writer)
-        warning = f"warning: checkpoint-3 was written by {NAMES[writer]}, and goes on with {NAMES[reader]}"
+        warning = f"warning: checkpoint-3 was written by {NAMES[writer]}, and continues with {NAMES[reader]}"
         assert [said.startswith(warning) for said in line["said"]] == [True] * (reader != writer)
         written = 1 if writer == "one" else int(writer[-1])
         set_seed(100 + rank if rank < written else 5 + rank)
@@ -125,10 +125,10 @@ NAMING = b"ctorch.distributed.checkpoint.metadata\n%s\n."
     "content, why",
     [
         (b"rubbish", "UnpicklingError"),
-        (pickle.dumps(Forged()), "it names builtins.print, which no list of tensors does"),
+        (pickle.dumps(Forged()), "it names builtins.print, which a list of tensors never contains"),
         (NAMING % b"dataclass", r"it names torch\.\S*\.dataclass"),  # which runs the names of fields as source
         (NAMING % b"BytesStorageMetadata", r"it names torch\.\S*\.BytesStorageMetadata"),
-        (pickle.dumps(Metadata({"weights": StorageMeta()})), "weights is no tensor"),
+        (pickle.dumps(Metadata({"weights": StorageMeta()})), "weights is not a tensor"),
     ],
 )
 def test_a_list_of_tensors_that_is_none_is_refused(tmp_path, content, why, capsys):
@@ -146,7 +146,7 @@ def test_what_a_forged_checkpoint_holds_in_place_of_a_tensor_is_not_unpickled(tm
     dcp.save({"weights": Forged()}, storage_writer=dcp.FileSystemWriter(tmp_path), planner=planner, no_dist=True)
     if listed:
         monkeypatch.setattr(snapshot._Reader, "read_metadata", dcp.FileSystemReader.read_metadata)
-    with pytest.raises(ValueError, match="weights is no tensor" if listed else "it names .*BytesStorageMetadata"):
+    with pytest.raises(ValueError, match="weights is not a tensor" if listed else "it names .*BytesStorageMetadata"):
         read_tensors(tmp_path, {"weights": torch.zeros(1)})
     assert capsys.readouterr().out == ""
 

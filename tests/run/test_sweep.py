@@ -83,7 +83,7 @@ def make(tmp_path, monkeypatch, capsys):
 
 def test_every_run_is_made_once_and_a_failure_stops_no_other(make, tmp_path, capsys):
     folder = tmp_path / "sweep"
-    with pytest.raises(ValueError, match=f"1 of 4 runs failed: {RUNS[1]}; the same command goes on"):
+    with pytest.raises(ValueError, match=f"1 of 4 runs failed: {RUNS[1]}; to continue it, repeat the command"):
         make({RUNS[1]: "fail"}, FLAGS + " --quiet")
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith(f"{RUNS[1]}: failed with exit code 1")
@@ -126,6 +126,6 @@ def test_a_signal_stops_the_runs(make, tmp_path, capsys, number, error):
     threading.Thread(target=stop_once_it_runs, daemon=True).start()
     with pytest.raises(error):
         make({name: "wait" for name in RUNS})
-    assert "the sweep was stopped; the same command goes on" in capsys.readouterr().out
+    assert "the sweep was stopped; to continue it, repeat the command" in capsys.readouterr().out
     assert not (tmp_path / "sweep" / RUNS[1]).exists()
     assert "0 of them done already" in make()

@@ -155,7 +155,7 @@ def test_damage_is_passed_over_and_set_aside(whole, capsys):
     capsys.readouterr()
     go_on(folder, "damaged")
     said = capsys.readouterr().out
-    assert "checkpoint-6 is passed over" in said and "going on from" in said and "checkpoint-4" in said
+    assert "checkpoint-6 is skipped" in said and "resuming from" in said and "checkpoint-4" in said
     assert (run / "stale-checkpoint-6" / "optimizer.pt").exists() and not list(run.glob(".tmp*"))
     assert_same_run(run, folder / "whole")
 
@@ -209,7 +209,7 @@ def test_nothing_starts_where_all_checkpoints_are_damaged(tmp_path):
     for step in (1, 2):
         (write_checkpoint(RunFolder(tmp_path), step, write) / "rng.pt").write_text("b")
     said = []
-    with pytest.raises(ValueError, match="no good checkpoint is left"):
+    with pytest.raises(ValueError, match="is intact"):
         newest_good(tmp_path, said.append)
     assert [step for step, line in zip((2, 1), said, strict=True) if f"checkpoint-{step}/rng.pt" in line] == [2, 1]
 

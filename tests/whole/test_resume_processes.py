@@ -73,7 +73,7 @@ def test_a_killed_run_of_adapters_goes_on_and_leaves_a_plain_model(folder, monke
     killed, last = list(checkpoints(run))[-1], list(checkpoints(run))[-1] + 2
     monkeypatch.syspath_prepend(str(folder))
     assert main(flags(folder, "run", last, *adapters)) == 0
-    assert f"going on from {run / f'checkpoint-{killed}'}" in capsys.readouterr().out
+    assert f"resuming from {run / f'checkpoint-{killed}'}" in capsys.readouterr().out
     assert not (run / f"checkpoint-{last}" / "model.safetensors").exists()
     merged = AutoModelForCausalLM.from_pretrained(run / "merged").state_dict()
     base = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()

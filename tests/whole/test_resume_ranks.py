@@ -173,7 +173,7 @@ def test_runs_go_on_in_the_same_mode_to_the_last_bit_and_in_another_within_round
         assert codes == [0, 0], "\n".join(said)
     for mode, other in (("ddp", "fsdp2"), ("fsdp2", "ddp")):
         assert_same_run(top / mode, top / f"{mode}-whole")
-        told = f"checkpoint-4 was written by 2 processes with {mode}, and goes on with 2 processes with {other}: "
+        told = f"checkpoint-4 was written by 2 processes with {mode}, and continues with 2 processes with {other}: "
         assert [text.count(told) for text in ended(f"from-{mode}")[1]] == [1, 0]
         assert_close(top / f"from-{mode}", top / f"{mode}-whole")
 

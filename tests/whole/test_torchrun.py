@@ -77,7 +77,7 @@ def test_a_run_goes_on_by_itself_after_a_rank_died(folder, restarted):
     first, second, told = restarted
     lost = "rank 0 stops while it waits for the completions that the ranks drew in step 3: rank 1 died or did not come"
     assert first.splitlines()[-1].startswith(lost), told
-    assert f"going on from {folder / 'killed' / 'checkpoint-'}" in second, told
+    assert f"resuming from {folder / 'killed' / 'checkpoint-'}" in second, told
     assert_same_run(folder / "killed", folder / "whole")
 
 
