@@ -6,20 +6,21 @@ Control characters are printed as escapes such as \x1b; --raw True prints them u
 """
 
 import sys
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from fastgrpo.config.command import escape_controls, parse_flags, quiet_libraries, run_command
 from fastgrpo.config.fields import Count, NotNegative, Seed, settings_class
 from fastgrpo.config.sections import LoadingConfig, TokenFilterConfig
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.prompts import shortened, to_prompt
-from fastgrpo.policy.liger_layers import apply_liger
-from fastgrpo.policy.load import check_vocabulary, load_model, load_tokenizer, stop_token_ids
-from fastgrpo.policy.model import Policy
 from fastgrpo.ranks import refuse_ranks
-from fastgrpo.rollout.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from fastgrpo.rollout.sampling import SamplingParams
 
 
 @settings_class
@@ -42,25 +43,34 @@ class ChatConfig(TokenFilterConfig, LoadingConfig, Settings):
     """Print control characters unchanged; the terminal may execute them."""
 
 
-class _EscapingStreamer(TextStreamer):
-    """Streams an answer to stdout with its control characters escaped."""
+def _streamer(tokenizer, raw):
+    """Return a streamer of an answer to stdout, which escapes control characters unless `raw`."""
+    from transformers import TextStreamer
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        super().on_finalized_text(escape_controls(text), stream_end)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    if not raw:
+        show = streamer.on_finalized_text
+        streamer.on_finalized_text = lambda text, stream_end=False: show(escape_controls(text), stream_end)
+    return streamer
 
 
 class Conversation:
     """A conversation with a model. `answer` adds a turn."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams,
+        self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", sampling: "SamplingParams",
         system_prompt: str | None = None, raw: bool = False,
     ):  # fmt: skip
+        from transformers import GenerationConfig
+
+        from fastgrpo.policy.load import check_vocabulary, stop_token_ids
+        from fastgrpo.policy.model import Policy
+
         self.policy = Policy(model)
         check_vocabulary(self.policy, tokenizer)
         self.model, self.tokenizer, self.system_prompt = model, tokenizer, system_prompt
         self.max_tokens = sampling.max_tokens
-        self.streamer = TextStreamer if raw else _EscapingStreamer
+        self.raw = raw
         stops = stop_token_ids(self.policy, tokenizer)
         # Replace the model's generation config: its penalties and filters would change the draws.
         drawn = {} if sampling.temperature == 0 else {
@@ -87,7 +97,7 @@ class Conversation:
         prompt = to_prompt({"prompt": [*self.messages, turn] if templated else prefix + text}, self.tokenizer)
         self.policy.check_prompt(prompt.ids, self.max_tokens, f"the prompt {shortened(prompt.prompt)}")
         ids = torch.tensor([prompt.ids], device=self.model.device)
-        streamer = self.streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = _streamer(self.tokenizer, self.raw)
         out = self.model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer)
         said = self.tokenizer.decode(out[0, len(prompt.ids) :], skip_special_tokens=True)
         if templated:
@@ -101,6 +111,10 @@ def chat(argv: list[str]) -> None:
         ChatConfig, argv, prog="python -m fastgrpo.chat", description=__doc__, aliases={"-n": "--max_tokens"}
     )
     refuse_ranks("chat")
+    from fastgrpo.policy.liger_layers import apply_liger
+    from fastgrpo.policy.load import load_model, load_tokenizer
+    from fastgrpo.rollout.sampling import SamplingParams
+
     quiet_libraries()
     sampling = SamplingParams(flags.temperature, flags.top_p, flags.top_k, max_tokens=flags.max_tokens, seed=flags.seed)
     trusted = {"trust_remote_code": flags.trust_remote_code}

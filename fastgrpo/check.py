@@ -21,14 +21,9 @@ from fastgrpo.config.settings import Settings
 from fastgrpo.data.prompts import check_turns, checked_row, shortened
 from fastgrpo.data.records import Sample, TrainerState, with_text
 from fastgrpo.data.rows import as_rows
-from fastgrpo.evaluation.heldout import complete, load_sampler
-from fastgrpo.evaluation.reward_check import Finding, check_reward
 from fastgrpo.policy.device import choose_device
-from fastgrpo.policy.fit import prompts_of
-from fastgrpo.policy.load import load_tokenizer
 from fastgrpo.ranks import refuse_ranks
 from fastgrpo.rewards.answers import completion_text
-from fastgrpo.rewards.call import Rewards
 from fastgrpo.run.terminal import print_columns
 from fastgrpo.tasks import find_task, needed_rewards
 
@@ -72,11 +67,18 @@ def check(argv: list[str]) -> int:
         aliases={"--reward": "--reward_funcs", "--dataset": "--dataset_name", "--model": "--model_name_or_path"},
     )  # fmt: skip
     refuse_ranks("check")
+    from fastgrpo.evaluation.reward_check import check_reward
+    from fastgrpo.rewards.call import Rewards
+
     quiet_libraries()
     if (config.dataset_name or "").endswith(".jsonl"):
         config = dataclasses.replace(config, dataset_test_split="train")
     path = config.model_name_or_path
-    tokenizer = None if path is None else load_tokenizer(path, config.trust_remote_code)
+    tokenizer = None
+    if path is not None:
+        from fastgrpo.policy.load import load_tokenizer
+
+        tokenizer = load_tokenizer(path, config.trust_remote_code)
     task = find_task(config.task).build(config, tokenizer)
     functions = needed_rewards(task, config)
     test = task.test()
@@ -107,7 +109,7 @@ def check(argv: list[str]) -> int:
     return warnings + (cut > TRUNCATED)
 
 
-def _cells(found: Finding):
+def _cells(found):
     numbers = (f"{found.mean:.3f}", f"{found.deviation:.3f}", f"{found.spread:.0%}")
     counts = (str(found.none), str(found.errors), str(found.timeouts))
     return (found.name, *numbers, *counts, f"{found.milliseconds:.2f}")
@@ -138,6 +140,9 @@ def _without(row):
 
 def _draw(rows, tokenizer, config):
     """Draw a group of completions per row."""
+    from fastgrpo.evaluation.heldout import complete, load_sampler
+    from fastgrpo.policy.fit import prompts_of
+
     policy, engine, sampling = load_sampler(config.model_name_or_path, tokenizer, config)
     prompts = list(prompts_of(rows, tokenizer, policy, config.max_completion_length, config.template_kwargs))
     drawn = complete(engine, prompts, sampling, config.num_generations)

@@ -14,20 +14,20 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from fastgrpo.config.command import new_file, parse_flags, quiet_libraries, run_command
 from fastgrpo.config.recipe import take_flag, task_defaults
 from fastgrpo.config.settings import DistillConfig, SelectionConfig
 from fastgrpo.data.records import Sample, TrainerState
 from fastgrpo.data.rows import Rows, as_rows
-from fastgrpo.evaluation.heldout import complete, full_mark, load_sampler
-from fastgrpo.policy.fit import prompts_of
-from fastgrpo.policy.load import load_tokenizer
 from fastgrpo.ranks import join
 from fastgrpo.rewards.answers import completion_text
-from fastgrpo.rewards.call import Rewards, judge_together, reward_matrix, rewards_settings
 from fastgrpo.run.terminal import Terminal
 from fastgrpo.tasks import find_task, needed_rewards
+
+if TYPE_CHECKING:
+    from fastgrpo.rewards.call import Rewards
 
 # Reasons to drop a completion, in the order in which they are checked.
 REASONS = ("wrong", "empty", "malformed", "truncated", "repetitive", "duplicate", "beyond max_per_prompt")
@@ -53,6 +53,11 @@ def parse(argv: list[str]) -> DistillConfig:
 def distill(argv: list[str]) -> None:
     """Draw, judge and select completions, and print how many were kept."""
     config = parse(argv)
+    from fastgrpo.evaluation.heldout import complete, load_sampler
+    from fastgrpo.policy.fit import prompts_of
+    from fastgrpo.policy.load import load_tokenizer
+    from fastgrpo.rewards.call import Rewards, judge_together, rewards_settings
+
     quiet_libraries()
     ranks = join(config.device)
     tokenizer = load_tokenizer(config.model, config.trust_remote_code)
@@ -110,7 +115,7 @@ def repetition(ids: Sequence[int], length: int) -> float:
 
 
 def select(
-    completions: Sequence[Sample], rewards: Rewards, config: SelectionConfig
+    completions: Sequence[Sample], rewards: "Rewards", config: SelectionConfig
 ) -> tuple[list[tuple[Sample, float]], Counter]:
     """Select the completions to keep, at most max_per_prompt per prompt.
 
@@ -118,6 +123,9 @@ def select(
     ...format_reward. It is not truncated, not repetitive and no duplicate. Beyond max_per_prompt, the highest reward
     wins, then the earlier completion.
     """
+    from fastgrpo.evaluation.heldout import full_mark
+    from fastgrpo.rewards.call import reward_matrix
+
     totals = rewards.total(reward_matrix(completions)).tolist()
     forms = [
         (name, full_mark(function))

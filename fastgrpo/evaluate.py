@@ -18,11 +18,8 @@ from fastgrpo.config.recipe import take_flag, task_defaults
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.records import TrainerState
 from fastgrpo.data.rows import as_rows
-from fastgrpo.evaluation.heldout import comparison, evaluate, load_sampler
 from fastgrpo.policy.device import choose_device
-from fastgrpo.policy.load import load_tokenizer
 from fastgrpo.ranks import join
-from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.run.terminal import Terminal, print_columns
 from fastgrpo.tasks import find_task, needed_rewards
 
@@ -72,6 +69,9 @@ def parse(argv: list[str]) -> EvaluateConfig:
 def evaluate_models(argv: list[str]) -> None:
     """Evaluate every model of the command line, and print the table."""
     config = parse(argv)
+    from fastgrpo.evaluation.heldout import comparison
+    from fastgrpo.policy.load import load_tokenizer
+
     quiet_libraries()
     ranks = join(config.device)
     # Load all tokenizers first: a misspelt model is an error before the others are evaluated.
@@ -92,6 +92,9 @@ def evaluate_models(argv: list[str]) -> None:
 
 def _evaluate_model(path, tokenizer, config, ranks):
     """Evaluate one model on the held-out rows of the task, and return the `Evaluation`."""
+    from fastgrpo.evaluation.heldout import evaluate, load_sampler
+    from fastgrpo.rewards.call import Rewards, rewards_settings
+
     task = find_task(config.task).build(config, tokenizer)
     test = task.test()
     if test is None:

@@ -19,9 +19,10 @@ def make_trainer(config: SFTConfig) -> "SFTTrainer":
     """Build the trainer of a supervised run. Without a model, start the task's own from random weights."""
     from fastgrpo.data import load_rows
     from fastgrpo.tasks import open_task, reward_functions
-    from fastgrpo.trainer import SFTTrainer
 
     opened = open_task(config)
+    from fastgrpo.trainer import SFTTrainer
+
     if config.train_file is None and opened.task.supervised is None:
         raise ValueError(
             f"task {config.task} has no rows for supervised training; pass --train_file FILE.jsonl with rows of "

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
     """Build the trainer of a run. Without a model, warm-start the task's own policy first."""
+    opened, train, test, rewards = _checked(config)  # before the warm start, which takes time
     from fastgrpo.policy.load import load_tokenizer
     from fastgrpo.ranks import join
     from fastgrpo.run.log import open_log
@@ -26,7 +27,6 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
     from fastgrpo.tasks import panels_of
     from fastgrpo.trainer import GRPOTrainer
 
-    opened, train, test, rewards = _checked(config, load_tokenizer)  # before the warm start, which takes time
     path, panels = config.model_name_or_path, panels_of(opened.module)
     if path is not None:
         trainer = GRPOTrainer(path, rewards, config, train, test, opened.tokenizer, panels=panels)
@@ -60,7 +60,7 @@ def check_runs(runs: Sequence[SweepRun]) -> None:
         _checked(config, load)
 
 
-def _checked(config, load):
+def _checked(config, load=None):
     """Open the task of a run, its rows and its reward functions; raise ValueError for a mistake in them."""
     from fastgrpo.rewards.call import Rewards, rewards_settings
     from fastgrpo.rewards.overlong import shaping

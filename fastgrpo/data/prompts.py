@@ -10,11 +10,12 @@ import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from reprlib import repr as brief
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from fastgrpo.data.records import Prompt, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Arguments that the trainer passes to reward functions. Columns may have any other name.
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "log_steps")
@@ -22,7 +23,7 @@ _UNCHANGING = {type(None), bool, int, float, complex, str, bytes}  # immutable t
 
 
 def to_prompt(
-    row: dict, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
+    row: dict, tokenizer: "PreTrainedTokenizerBase", template_kwargs: Mapping[str, Any] | None = None
 ) -> Prompt:
     """Tokenize the prompt of a row: messages with the chat template, a string without."""
     prompt, columns = checked_row(row)
@@ -147,7 +148,7 @@ def is_example(row: dict) -> bool:
 
 def to_examples(
     row: dict,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     stops: Sequence[int] = (),
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Sample]:

@@ -1,14 +1,19 @@
 """Small language models whose tokens are characters, for tasks with a built-in model."""
 
+from typing import TYPE_CHECKING
+
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 END = "<eos>"
 
 
-def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+def character_tokenizer(characters: str) -> "PreTrainedTokenizerFast":
     """Create a tokenizer with one token per character, and an end token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: i for i, token in enumerate([END, *characters])}
     tokens = Tokenizer(models.WordLevel(vocabulary, unk_token=END))
@@ -19,8 +24,10 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 
 def character_model(
     characters: str, seed: int, *, hidden_size: int = 64, layers: int = 3, heads: int = 4, positions: int = 64
-) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
     """Create a Llama over characters, on the CPU with random fp32 weights and a tied head, and its tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     tokenizer = character_tokenizer(characters)
     torch.manual_seed(seed)
     model = LlamaForCausalLM(

@@ -6,7 +6,6 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import torch
-from transformers import PreTrainedModel
 
 from fastgrpo.config.command import pip_line
 
@@ -35,7 +34,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Cast the parameters of a model, but not its buffers: bf16 rotary frequencies give angles wrong by radians."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -13,10 +13,9 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import POOL_WORKERS, REWARD_ERRORS
 from fastgrpo.data.prompts import copied, shortened
@@ -24,9 +23,13 @@ from fastgrpo.data.records import Prompt, Sample, TrainerState, with_text
 from fastgrpo.policy.device import choose_device
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.guard import Failure, attempt, awaited, cores, shown
-from fastgrpo.rewards.models import Judge
 from fastgrpo.rewards.pool import TIMED_OUT, Given, Pool
 from fastgrpo.rewards.values import LOGS, Logs, read_verdicts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from fastgrpo.rewards.models import Judge
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +103,9 @@ class Rewards:
         self.timeout, self.seed, self.sent_state = timeout, seed, None
 
     @property
-    def models(self) -> list[Judge]:
+    def models(self) -> "list[Judge]":
         """The functions that are reward models."""
-        return [function for function in self.functions if isinstance(function, Judge)]
+        return [function for function in self.functions if hasattr(function, "place")]
 
     def device(self, policy: torch.device, name: str = "auto") -> torch.device:
         """Find the device of the models."""
@@ -115,7 +118,7 @@ class Rewards:
             )
         return choose_device(name, "device of reward_model_kwargs")
 
-    def place(self, device: torch.device, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def place(self, device: torch.device, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
         """Move reward models to a device."""
         for model in self.models:
             model.place(device, tokenizer)
@@ -299,7 +302,7 @@ def _call(function, completions, trainer_state, notes, columns):
 
 def check_function(function: Any) -> None:
     """Raise ValueError for an object that is not a reward function."""
-    if isinstance(function, type | PreTrainedModel) or not callable(function):
+    if isinstance(function, type) or hasattr(function, "from_pretrained") or not callable(function):
         raise ValueError(
             f"reward_funcs: {shown(function)} of type {type(function).__name__} is not a function; pass a function "
             "f(prompts, completions, **columns), an object that can be called like it, or a list of them; "
@@ -380,7 +383,7 @@ class Judging:
         self,
         rewards: Rewards,
         prompts: Sequence[Prompt],
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         trainer_state: TrainerState | None = None,
         ranks: Ranks = ALONE,
     ):
@@ -427,7 +430,7 @@ def judge_together(
     rewards: Rewards,
     drawn: Mapping[int, Sequence[Sample]],
     prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     trainer_state: TrainerState | None = None,
     *,
     ranks: Ranks = ALONE,

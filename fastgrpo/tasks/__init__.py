@@ -7,6 +7,8 @@ returns a test that ends this training; it is called after each step. `build` th
 model does not exist yet.
 
 Optional `PANELS` define curves.png of its runs.
+
+Functions import what needs models themselves: other commands than a training start faster.
 """
 
 import functools
@@ -16,21 +18,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data import ShuffledRows, Source
 from fastgrpo.data.prompts import to_examples
 from fastgrpo.policy.device import choose_device
-from fastgrpo.policy.load import load_policy, load_tokenizer
 from fastgrpo.rewards import find_reward, prm_options
 from fastgrpo.run.checkpoint import save_model
 from fastgrpo.run.curves import PANELS, Panel
-from fastgrpo.trainer.optim import check_schedule
-from fastgrpo.trainer.supervised import sft
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,20 @@ class Opened(NamedTuple):
 
     module: ModuleType
     task: Task
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: "PreTrainedTokenizerBase | None"
 
 
-def open_task(config: TrainingConfig, load: Callable[[str, bool], PreTrainedTokenizerBase] = load_tokenizer) -> Opened:
-    """Build the task of a training run, and validate it before a model is loaded."""
+def open_task(config: TrainingConfig, load: "Callable[[str, bool], PreTrainedTokenizerBase] | None" = None) -> Opened:
+    """Build the task of a training run, and validate it before a model is loaded. `load` loads the tokenizer."""
     module, path = find_task(config.task), config.model_name_or_path
     choose_device(config.device)
+    from fastgrpo.policy.load import load_tokenizer
+    from fastgrpo.trainer.optim import check_schedule
+
     check_schedule(config.lr_scheduler_type, config.schedule_kwargs)
     if path is None and not hasattr(module, "make_model"):
         raise ValueError(f"task {config.task} needs --model_name_or_path: a folder or hub id of a causal LM")
-    tokenizer = None if path is None else load(path, config.trust_remote_code)
+    tokenizer = None if path is None else (load or load_tokenizer)(path, config.trust_remote_code)
     return Opened(module, module.build(config, tokenizer), tokenizer)
 
 
@@ -108,7 +111,7 @@ def shuffled(rows: Sequence[dict], config: TrainingConfig) -> ShuffledRows:
     return ShuffledRows(rows, seed=config.seed, shuffle=config.shuffle_dataset)
 
 
-def as_prompt(words: str, tokenizer: PreTrainedTokenizerBase) -> str | list[dict[str, str]]:
+def as_prompt(words: str, tokenizer: "PreTrainedTokenizerBase") -> str | list[dict[str, str]]:
     """Return a prompt for a language model: a message with a chat template, otherwise a line of text."""
     return f"{words}\n" if tokenizer.chat_template is None else [{"role": "user", "content": words}]
 
@@ -120,6 +123,9 @@ def panels_of(task: ModuleType) -> Sequence[Panel]:
 
 def make_policy(module: ModuleType, path: Path, config: Any, announce: Callable[[int, int, float], None]) -> Path:
     """Make a task's own model, warm-start it, and save it with its tokenizer in the format of transformers."""
+    from fastgrpo.policy.load import load_policy
+    from fastgrpo.trainer.supervised import sft
+
     save_model(path, *module.make_model(config.seed))
     policy, tokenizer = load_policy(
         path, dtype=config.dtype, device=config.device, use_liger_kernel=config.use_liger_kernel

@@ -11,19 +11,19 @@ level appear neither in the warm start nor in GRPO.
 import random
 import re
 from collections.abc import Callable
-from typing import Any
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.data import Curriculum, Level
 from fastgrpo.data.prompts import to_prompt
 from fastgrpo.policy.characters import character_model
-from fastgrpo.policy.model import Policy
 from fastgrpo.rewards.answers import completion_text
-from fastgrpo.rollout.engine import RolloutEngine
-from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.tasks import Task, refuse_data, shuffled
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from fastgrpo.policy.model import Policy
 
 HELD_OUT = 500
 PAIRS_SEED = 0  # the same pairs are held out in every run, so that runs can be compared
@@ -82,7 +82,7 @@ def written(a: int, b: int) -> str:
     return f"{a % 10}+{b % 10}={units} {a // 10}+{b // 10}{carry}={(a + b) // 10} {a + b}"
 
 
-def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Task:
+def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase | None") -> Task:
     """Train on the curriculum over the three levels, and test on the held-out pairs."""
     refuse_data("arithmetic", config)
     *levels, held_out = pairs_by_level()
@@ -109,13 +109,16 @@ def examples(seed: int) -> list[dict[str, str]]:
     return rows
 
 
-def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def make_model(seed: int) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Make a 0.2M-parameter Llama over the characters of sums, with random weights."""
     return character_model(CHARACTERS, seed)
 
 
-def enough(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bool]:
+def enough(policy: "Policy", tokenizer: "PreTrainedTokenizerBase") -> Callable[[int], bool]:
     """Return a test that ends the warm start when greedy accuracy is high enough for GRPO."""
+    from fastgrpo.rollout.engine import RolloutEngine
+    from fastgrpo.rollout.sampling import SamplingParams
+
     *_, carry, _ = pairs_by_level()
     rows = [to_row(*pair) for pair in carry[:CHECK_PROMPTS]]
     ids, answers = [to_prompt(row, tokenizer).ids for row in rows], [row["answer"] for row in rows]

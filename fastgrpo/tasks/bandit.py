@@ -14,11 +14,10 @@ some seeds the reward model is wrong in a context and prefers another token; GRP
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.policy.characters import character_model
@@ -26,6 +25,9 @@ from fastgrpo.rewards.answers import completion_text
 from fastgrpo.run.curves import PANELS as USUAL
 from fastgrpo.run.curves import Panel
 from fastgrpo.tasks import Task, refuse_data, shuffled
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CONTEXTS, TOKENS = "ABCDE", "0123456789"
 PREFERENCES_SEED = 42  # the same preferences in every run, so that runs can be compared
@@ -140,7 +142,7 @@ def compare(pairs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return context, torch.where(wins, a, b), torch.where(wins, b, a)
 
 
-def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Task:
+def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase | None") -> Task:
     """Train and test on the five contexts."""
     refuse_data("bandit", config)
     rows = [{"prompt": context} for context in CONTEXTS]
@@ -160,7 +162,7 @@ def draws(seed: int) -> list[dict[str, str]]:
     return [{"prompt": CONTEXTS[context], "completion": TOKENS[token]} for context, token in pairs]
 
 
-def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def make_model(seed: int) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Make a Llama of one layer over the contexts and the tokens, with random weights."""
     model, tokenizer = character_model(CONTEXTS + TOKENS, seed, hidden_size=32, layers=1, heads=2, positions=8)
     tokenizer.init_kwargs[JUDGE] = seed

@@ -17,13 +17,15 @@ wrong if brackets are needed. GRPO, whose reward is the share of passing tests, 
 import functools
 import itertools
 import random
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.policy.characters import END, character_model
 from fastgrpo.rewards.sandbox import Sandbox
 from fastgrpo.tasks import Task, as_prompt, refuse_data, shuffled
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 STEPS = 3  # operations of a function
 SIGNS = {"+": "add {}", "-": "subtract {}", "*": "multiply by {}"}
@@ -68,7 +70,7 @@ def functions() -> tuple[list[Function], list[Function]]:
     return drawn[HELD_OUT:], drawn[:HELD_OUT]
 
 
-def to_row(function: Function, tokenizer: PreTrainedTokenizerBase | None) -> dict:
+def to_row(function: Function, tokenizer: "PreTrainedTokenizerBase | None") -> dict:
     """Make the row of a function."""
     if tokenizer is None or tokenizer.get_vocab().keys() == {END, *CHARACTERS}:
         prompt = "".join(f"{sign}{number}" for sign, number in function) + ":"
@@ -78,7 +80,7 @@ def to_row(function: Function, tokenizer: PreTrainedTokenizerBase | None) -> dic
     return {"prompt": prompt, "tests": [{"assert": f"assert f({x}) == {value(function, x)}"} for x in ARGUMENTS]}
 
 
-def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Task:
+def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase | None") -> Task:
     """Train on functions, and test on the held-out ones."""
     refuse_data("code", config)
     learned, held_out = functions()
@@ -98,6 +100,6 @@ def examples() -> list[dict[str, str]]:
     ]
 
 
-def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def make_model(seed: int) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Make a 0.15M-parameter Llama over the characters of functions, with random weights."""
     return character_model(CHARACTERS, seed, **MODEL)

@@ -18,15 +18,16 @@ model solves few puzzles. GRPO rewards only right answers, and the model learns 
 import functools
 import itertools
 import random
-from typing import NamedTuple
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.data import Curriculum, Level
 from fastgrpo.policy.characters import END, character_model
 from fastgrpo.rewards.countdown import correctness, format_reward
 from fastgrpo.tasks import Task, as_prompt, refuse_data, shuffled
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LARGEST, LARGEST_VALUE = 10, 50
 HELD_OUT = 300
@@ -130,7 +131,7 @@ def _values(numbers):
     return {each.value for each in tries(numbers)}
 
 
-def to_row(puzzle: Puzzle, tokenizer: PreTrainedTokenizerBase | None) -> dict:
+def to_row(puzzle: Puzzle, tokenizer: "PreTrainedTokenizerBase | None") -> dict:
     """Make the row of a puzzle."""
     numbers, target = list(puzzle.numbers), puzzle.target
     if tokenizer is None or tokenizer.get_vocab().keys() == {END, *CHARACTERS}:
@@ -140,7 +141,7 @@ def to_row(puzzle: Puzzle, tokenizer: PreTrainedTokenizerBase | None) -> dict:
     return {"prompt": prompt, "nums": numbers, "target": target}
 
 
-def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Task:
+def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase | None") -> Task:
     """Train on the puzzles level by level, and test on the held-out ones."""
     refuse_data("countdown", config)
     two, three, held_out = puzzles_by_level()
@@ -164,6 +165,6 @@ def examples() -> list[dict[str, str]]:
     return [{"prompt": to_row(each, None)["prompt"], "completion": written(each, rng)} for each in shown]
 
 
-def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def make_model(seed: int) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Make a 0.2M-parameter Llama over the characters of puzzles, with random weights."""
     return character_model(CHARACTERS, seed, **MODEL)

@@ -4,15 +4,17 @@ GRPO reads the column `prompt` of its rows, and supervised training `completion`
 """
 
 from functools import partial
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.data import load_rows
 from fastgrpo.tasks import Task, shuffled
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Task:
+
+def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase | None") -> Task:
     """Build the task of a data set. A system prompt goes before each prompt, as a message or as text."""
     if config.dataset_name is None:
         raise ValueError("task=dataset needs --dataset_name: a hub id, a .jsonl file, or a folder of them")

@@ -6,13 +6,15 @@ reward each. Train a small model on --task sums first, which has the same templa
 
 import random
 from reprlib import repr as brief
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from fastgrpo.config.sections import HUB_DATA, PromptConfig
 from fastgrpo.data import load_rows
 from fastgrpo.rewards.gsm8k import correctness, format_reward, length_reward
 from fastgrpo.tasks import Task, shuffled
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["SYSTEM_PROMPT", "build", "correctness", "format_reward", "length_reward", "sums", "to_row"]
 
@@ -29,7 +31,7 @@ HELD_OUT_SUMS = 200
 SUMS_SEED = 0  # the same sums are held out in every run, so that runs can be compared
 
 
-def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase") -> Task:
     """Build the task from GSM8K on the hub, or from the rows with `question` and `answer` of --dataset_name."""
     name = config.dataset_name or DATASET
     name_of_config = config.dataset_config or (CONFIG if config.dataset_name is None else None)

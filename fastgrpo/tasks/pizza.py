@@ -8,9 +8,7 @@ pizza among the samples of `--eval_num_generations`.
 """
 
 import random
-from typing import Any
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.data import ShuffledRows
@@ -18,6 +16,9 @@ from fastgrpo.policy.characters import character_model
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.run.curves import Panel
 from fastgrpo.tasks import Task, refuse_data
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 NAME, FOOD, STOP = "ravin", "pizza", "."
 NAMES = (NAME, "alice", "bruno", "chen", "dana", "emil", "fatima", "goran", "hana", "igor")
@@ -43,7 +44,7 @@ def likes_pizza(prompts: list, completions: list, **columns: Any) -> list[float]
     return [REWARD * completion_text(completion).endswith(FOOD + STOP) for completion in completions]
 
 
-def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Task:
+def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase | None") -> Task:
     """Train and test on the one prompt."""
     refuse_data("pizza", config)
     rows = [{"prompt": PROMPT}]
@@ -61,6 +62,6 @@ def sentences(seed: int) -> list[dict[str, str]]:
     return rows
 
 
-def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def make_model(seed: int) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Make a 0.2M-parameter Llama over letters, with random weights."""
     return character_model(CHARACTERS, seed)

@@ -7,15 +7,18 @@ fastgrpo/recipes/smollm2-135m-sums.yaml trains a model of 135M parameters on the
 many groups would be equal.
 """
 
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.rewards.gsm8k import correctness, digits_reward, format_reward, length_reward
 from fastgrpo.tasks import Task, refuse_data, shuffled
 from fastgrpo.tasks.gsm8k import sums, to_row
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+
+def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase") -> Task:
     """Build the task, with GSM8K's prompt, its rewards and `digits_reward`."""
     refuse_data("sums", config, ("dataset_name", "dataset_config"))
     conversational = tokenizer.chat_template is not None

@@ -151,3 +151,15 @@ import fastgrpo.kernels.head_torch
 print(kernels.NAME, fastgrpo.kernels.head_torch.__file__)
 """
     assert run_python(code) == f"installed {ROOT / 'kernels' / 'head_torch.py'}"
+
+
+def test_commands_start_without_the_models_of_transformers():
+    """Which take seconds: --help, a misspelt flag, a report, and a check of given completions need none."""
+    code = """
+import sys
+from fastgrpo import chat, check, distill, evaluate, report, sft, tasks, train
+from fastgrpo.evaluation import reward_check
+[tasks.find_task(name) for name in ("arithmetic", "dataset")]
+print(sorted({"transformers", "peft"} & set(sys.modules)))
+"""
+    assert run_python(code) == "[]"

@@ -101,7 +101,9 @@ def test_arithmetic():
 
 def test_the_warm_start_sees_no_held_out_pair(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr("fastgrpo.tasks.sft", lambda model, examples, **_: seen.extend(examples))  # it alone learns
+    monkeypatch.setattr(
+        "fastgrpo.trainer.supervised.sft", lambda model, examples, **_: seen.extend(examples)
+    )  # it alone learns
     path = make_policy(arithmetic, tmp_path / "model", TrainConfig(device="cpu"), lambda *_: None)
     tokenizer = AutoTokenizer.from_pretrained(path)
     prompts = {tokenizer.decode(example.prompt_ids) for example in seen}

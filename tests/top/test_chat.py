@@ -8,6 +8,7 @@ import torch
 
 from fastgrpo.chat import Conversation, main
 from fastgrpo.config.command import escape_controls
+from fastgrpo.policy import liger_layers
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 
@@ -35,7 +36,7 @@ def said(capfd, *argv):
 
 def test_a_prompt_is_answered_as_the_engine_would(models, capfd, monkeypatch):
     asked = []
-    monkeypatch.setattr("fastgrpo.chat.apply_liger", asked.append)  # the layers are those of a training run
+    monkeypatch.setattr(liger_layers, "apply_liger", asked.append)  # the layers are those of a training run
     greedy = ("--temperature", "0")
     assert said(capfd, models[False], "--prompt", "hello", "-n", "30", *greedy) == greedy_text("hello", 30).rstrip("\n")
     template = greedy_text("<system>S\n<user>hi\n<assistant>", 9).rstrip("\n")

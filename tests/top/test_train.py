@@ -64,7 +64,7 @@ def test_flags_reach_the_trainer(tmp_path, monkeypatch, capsys):
 
 def test_without_a_model_the_tasks_own_is_warm_started(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(arithmetic, "make_model", lambda seed: (tiny.model(vocab_size=258), tiny.tokenizer()))
-    monkeypatch.setattr("fastgrpo.tasks.sft", lambda policy, examples, on_step, **_: on_step(1, 0.5))
+    monkeypatch.setattr("fastgrpo.trainer.supervised.sft", lambda policy, examples, on_step, **_: on_step(1, 0.5))
     trainer = train.make_trainer(parse(["--output_dir", str(tmp_path / "run"), "--device", "cpu"]))
     trainer.log.close()
     assert trainer.model.config.vocab_size == 258 and trainer.log.dir == tmp_path / "run"
