@@ -1,10 +1,8 @@
 """A scorer on a server: what it is sent, what its answers mean, and when it is asked again."""
 
 import asyncio
-import contextlib
 import json
 import logging
-import socket
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -126,7 +124,8 @@ def test_the_key_is_said_nowhere(server, monkeypatch, caplog):
 def test_many_completions_go_in_several_requests_at_once(server):
     url, application = server
     texts = ["x" * (i % 7) for i in range(35)]
-    assert judge(HttpScorer(f"{url}/waits", batch=5, concurrency=4), texts) == [float(len(text)) for text in texts]
+    scorer = HttpScorer(f"{url}/waits", batch=5, concurrency=4, timeout=20.0, retries=0)
+    assert judge(scorer, texts) == [float(len(text)) for text in texts]
     assert application.paths["waits"] == 7 and application.most == 4
 
 
@@ -179,14 +178,14 @@ class Right(BaseHTTPRequestHandler):
 
 
 def test_a_server_may_be_started_later():
-    """Over a real connection, which is refused at first."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = free.getsockname()
-    with contextlib.ExitStack() as stack:
+    """Over a real connection, which is refused as long as the server has its port and does not listen."""
+    with HTTPServer(("127.0.0.1", 0), Right, bind_and_activate=False) as server:
+        server.timeout = 20.0
+        server.server_bind()
 
         async def start(_):
-            started = stack.enter_context(HTTPServer(address, Right))
-            threading.Thread(target=started.handle_request).start()
+            server.server_activate()
+            threading.Thread(target=server.handle_request, daemon=True).start()
 
-        assert judge(HttpScorer(f"http://127.0.0.1:{address[1]}/score", sleep=start), ["right"]) == [1.0]
+        scorer = HttpScorer(f"http://127.0.0.1:{server.server_port}/score", sleep=start, retries=1)
+        assert judge(scorer, ["right"]) == [1.0]

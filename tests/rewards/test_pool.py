@@ -73,13 +73,17 @@ def test_what_takes_too_long_is_given_up_with_all_that_it_started(tmp_path, monk
     """Plain functions and async ones, whose calls run together; no other call is lost."""
     monkeypatch.setattr(pools, "GRACE", 0.5)
     functions = [getattr(pool_rewards, name) for name in ("endless", "meeting", "blocks", "verdicts", "own_timeout")]
-    judged = judge(functions, ["fine", f"hang {tmp_path / 'children'}", "fine", "fine"], timeout=3.0, workers=5)
+    file = tmp_path / "children"
+    for limit in (3.0, 30.0):  # the second where a busy machine has not started the children within the first
+        judged = judge(functions, ["fine", f"hang {file}", "fine", "fine"], timeout=limit, workers=5)
+        if file.exists():
+            break
     assert str(rewards_of(judged, "endless")) == str(rewards_of(judged, "blocks")) == "[1.0, nan, 1.0, 1.0]"
     assert str(rewards_of(judged, "meeting")) == "[2.0, nan, 2.0, 2.0]"
     assert rewards_of(judged, "verdicts") == [1.0] * 4
     assert judged.timeouts == {"endless": 1, "meeting": 1, "blocks": 1}
     assert judged.errors == {"own_timeout": 4}  # a function's own limit is its own error
-    children = (tmp_path / "children").read_text().split()
+    children = file.read_text().split()
     awaited(lambda: len(children) == 3 and all(map(is_gone, children)))
 
 

@@ -1,11 +1,13 @@
 """Checkpoints are whole or not there, come back to the last bit, and damage is named; the best and the newest stay."""
 
-import copy
 import json
+import math
 import random
 import threading
 from collections import UserDict
 from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy
 import pytest
@@ -15,15 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_flatten
+from toy_parts import about
 from transformers import AutoModelForCausalLM
 
 from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.data.records import TrainerState
 from fastgrpo.ranks import Ranks
+from fastgrpo.run import snapshot
 from fastgrpo.run.checkpoint import Checkpointer, checkpoints, prune, save_model, step_of, verify, write_checkpoint
 from fastgrpo.run.folder import RunFolder, claim_output_dir, contents
 from fastgrpo.run.log import RunLog
 from fastgrpo.run.resume import digest_of_rows, digest_of_weights, refuse_differences
-from fastgrpo.run.snapshot import GlobalRNG, HostCopies, _read
+from fastgrpo.run.snapshot import GlobalRNG, HostCopies, Snapshot, _read, restore
 
 
 def of_names(*names):
@@ -134,19 +139,68 @@ def test_the_newest_and_the_best_are_kept(tmp_path, limit, best, kept):
 
 
 # What comes back.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_copies_of_a_state_stay_as_they_were(dtype):
-    tensors, copies = [torch.ones(shape).to(dtype) for shape in ((2, 3), (), (0, 2))], HostCopies()
-    state = {"list": [tensors[0], 7, [tensors[1]]], "dictionary": {"empty": tensors[2], "text": "a"}}
-    (before, form), taken = tree_flatten(copy.deepcopy(state)), copies.take(state)
-    copies.before_update()
-    for tensor in tensors:
-        tensor.zero_()  # training goes on
-    copies.wait()
-    mine, found = tree_flatten(taken)
-    assert found == form and [type(each) for each in mine] == [type(each) for each in before]
-    for one, other in zip(mine, before, strict=True):
-        assert torch.equal(one, other) and one.dtype == dtype if isinstance(other, torch.Tensor) else one == other
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.uint8, torch.bool]
+
+
+@st.composite
+def tensors(draw):
+    """Tensors of any bits, NaN among them."""
+    dtype, shape = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 3), max_size=3))
+    size = math.prod(shape) * dtype.itemsize
+    drawn = [(0, 1, 127, 128, 255)[byte % 5] for byte in draw(st.binary(min_size=size, max_size=size))]
+    values = torch.tensor(drawn, dtype=torch.uint8)
+    return (values > 127 if dtype == torch.bool else values.view(dtype)).reshape(shape)
+
+
+LEAVES = tensors() | st.integers() | st.floats() | st.text() | st.none() | st.booleans()
+KEYS = st.text(max_size=3) | st.integers()
+TREES = st.recursive(
+    LEAVES, lambda t: st.lists(t, max_size=3) | st.tuples(t, t) | st.dictionaries(KEYS, t, max_size=3), max_leaves=8
+)
+STATES = st.dictionaries(st.text(max_size=3), tensors() | TREES, min_size=1, max_size=3)
+
+
+class Part(dict):
+    """A part of a run, with any state."""
+
+    state_dict = named_state = dict.copy
+    load_state_dict = load_named_state = dict.update
+
+    def make_room(self, names):
+        assert names == {name for name, value in self.items() if isinstance(value, torch.Tensor)}
+
+
+def bits(state):
+    """The form of a state, and its leaves with every bit."""
+    leaves, form = tree_flatten(state)
+    tensors = [leaf if isinstance(leaf, torch.Tensor) else torch.empty(0) for leaf in leaves]
+    return form, [
+        (repr(leaf), tensor.dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8).tolist())
+        for leaf, tensor in zip(leaves, tensors, strict=True)
+    ]
+
+
+@given(st.lists(STATES, min_size=4, max_size=4), st.booleans())
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_any_state_comes_back_to_the_last_bit(tmp_path_factory, states, sharded):
+    """Though training goes on while it is written: by one process, or as the shards of several ranks."""
+
+    def parts(of_states):
+        policy = SimpleNamespace(lockstep=sharded, module=None, state_dict=dict, full_state_dict=dict)
+        policy.load_state_dict = lambda state: None
+        named = zip(("optimizer", "schedule", "reference", "rng"), map(Part, of_states), strict=True)
+        return {"policy": policy, "progress": TrainerState(3, 10, 0.3, 6), **dict(named)}
+
+    before, path = bits(states), tmp_path_factory.mktemp("checkpoint")
+    other = [{k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0 for k, v in s.items()} for s in states]
+    with mock.patch.multiple(snapshot, save_model=mock.DEFAULT, read_weights=mock.DEFAULT):
+        taken = Snapshot(parts(states), None, about(torch.float32), HostCopies())
+        for leaf in tree_flatten(states)[0]:
+            leaf.zero_() if isinstance(leaf, torch.Tensor) else None  # training goes on
+        taken.write(path)
+        restored = parts(other)
+        restore(restored, path, about(torch.float32), pytest.fail)
+    assert bits([dict(restored[name]) for name in list(restored)[2:]]) == before
 
 
 @pytest.mark.parametrize("tied", [True, False])

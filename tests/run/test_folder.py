@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 
 import pytest
 from paths import ROOT
@@ -36,20 +35,23 @@ def test_runs_are_numbered(tmp_path, monkeypatch):
     assert claim_output_dir(None, "arithmetic").path.name == "arithmetic-1"
 
 
-def test_runs_that_start_at_the_same_moment_get_folders_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    barrier, taken = threading.Barrier(4), []
+CLAIM = """
+from fastgrpo.run.folder import claim_output_dir
+print(flush=True)
+input()
+print(*(claim_output_dir(None, "t").path.name for _ in range(20)))
+"""
 
-    def claim():
-        barrier.wait()
-        taken.extend(claim_output_dir(None, "t") for _ in range(10))
 
-    threads = [threading.Thread(target=claim) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {run.path.name for run in taken} == {f"t-{number}" for number in range(1, 41)}
+def test_runs_that_start_at_the_same_moment_get_folders_of_their_own(tmp_path):
+    environment, pipes = os.environ | {"PYTHONPATH": str(ROOT)}, {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-c", CLAIM]
+    runs = [subprocess.Popen(command, text=True, cwd=tmp_path, env=environment, **pipes) for _ in range(4)]
+    assert [run.stdout.readline() for run in runs] == ["\n"] * 4
+    for run in runs:
+        print(file=run.stdin, flush=True)
+    taken = [name for run in runs for name in run.communicate()[0].split()]
+    assert {*taken} == {f"t-{number}" for number in range(1, 81)} and len(taken) == 80
 
 
 def test_only_what_a_run_made_is_deleted(tmp_path):

@@ -58,6 +58,13 @@ def test_a_line_is_on_the_disk_at_once_and_the_latest_value_is_known(tmp_path):
         assert log.latest == {"eval/accuracy": (0, 0.25), "eval_accuracy": (0, 0.25), "reward": (2, 1.5)}
 
 
+def test_steps_before_an_error_are_logged(tmp_path):
+    with pytest.raises(RuntimeError), make_log(tmp_path) as log:
+        log.step(1, {"reward": 1.0})
+        raise RuntimeError
+    assert lines(tmp_path / "run") == [{"step": 1, "reward": 1.0}]
+
+
 def test_every_line_goes_to_the_trackers(tmp_path, monkeypatch):
     tracker = MagicMock()
     monkeypatch.setitem(module.TRACKERS, "tensorboard", lambda *_: tracker)

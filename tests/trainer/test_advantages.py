@@ -49,6 +49,16 @@ def test_masked_completions_count_in_their_group():
     assert all(c.token_advantages is None for c in done)
 
 
+def test_each_reward_is_standardized_before_it_is_weighted():
+    # Standardized, times 1 / sqrt(3): 2 -1 -1 and -1 -1 2. With weights 1 and 1/2: 1.5 -1.5 0, deviation 1.5.
+    group = [completion(1.0, steps=0.0), completion(0.0, steps=0.0), completion(0.0, steps=10.0)]
+    settings = {"functions": (right, steps), "multi_objective_aggregation": "normalize_then_sum"}
+    done = advantages(group, weights=(1.0, 0.5), **settings)
+    assert [c.advantage for c in done] == pytest.approx([1, -1, 0], abs=1e-3)
+    clipped = advantages(group, weights=(1.0, 0.5), advantage_clip=0.5, **settings)
+    assert [c.advantage for c in clipped] == pytest.approx([0.5, -0.5, 0], abs=1e-3)
+
+
 def test_process_advantages_by_hand():
     # Step rewards 1 0 | 2: mean 1, squares 0 + 1 + 1 over 2, deviation 1.
     one = 1 + EPS

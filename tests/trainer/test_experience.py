@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import random
 
 import pytest
@@ -79,6 +80,13 @@ def test_groups_without_spread_are_replaced(folder, tmp_path):
     values, experience = stepped(trainer)
     assert rows_of(experience, trainer) == [7, 8, 9, 10] and trainer.state.epoch == 11 / 14
     assert values["dynamic_sampling/num_gen_batches"] == 1 and values["dynamic_sampling/dropped_groups"] == 0
+
+
+def test_the_scale_of_advantages_is_that_of_the_trained_groups(folder, tmp_path):
+    """Not that of each batch, which may have groups that the step does not train on."""
+    _, experience = stepped(make_trainer(folder, tmp_path, "1001" + "01" + "1" * 8, scale_rewards="batch"))
+    size = 0.5 / (math.sqrt(16 * 0.25 / 15) + 1e-4)  # 16 rewards of 0 and 1
+    assert [sample.advantage for sample in experience if sample.trained] == pytest.approx([-size, size] * 8, rel=1e-6)
 
 
 def test_rewards_that_cancel_do_not_make_a_group_informative(folder, tmp_path):
