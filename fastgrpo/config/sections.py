@@ -421,6 +421,9 @@ class ObjectiveConfig:
     """Limit the unclipped ratio to this value (two-sided clipping, arXiv 2505.07291). None turns it off."""
     entropy_coef: float = 0.0
     """Add an entropy bonus with this coefficient; 0 turns it off."""
+    router_aux_loss_coef: float | None = None
+    """Add the load-balancing loss of a mixture of experts with this coefficient (Switch Transformer, arXiv 2101.03961).
+    None uses the coefficient of the model's config. 0 turns it off."""
     use_adaptive_entropy: bool = False
     """Adapt the coefficient of the entropy bonus (Skywork-OR1, arXiv 2505.22312). It starts at entropy_coef. Each
     update raises it by entropy_coef_delta if the entropy is at most entropy_target, and lowers it otherwise. An update

@@ -197,7 +197,7 @@ shuffle_dataset temperature top_p top_k min_p repetition_penalty chat_template_k
 delta sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg
 multi_objective_aggregation loss_type mask_truncated_completions sync_ref_model ref_model_mixup_alpha entropy_coef
 use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target off_policy_mask_threshold
-use_bias_correction_kl report_to warmup_steps epsilon_high
+use_bias_correction_kl report_to warmup_steps epsilon_high router_aux_loss_coef
 """
 _COUNT = "With batch arguments, the value counts updates, and "
 # Others of the same name -> what differs from TRL.
@@ -267,7 +267,7 @@ REFUSED = [
      "leave it out: head, loss and rollout have their own kernels"),
     ("auto_find_batch_size", "lower max_tokens_per_microbatch if memory runs out; results differ only by rounding"),
     ("bf16_full_eval fp16_full_eval", "leave it out: evaluations use the dtype of the training"),
-    ("neftune_noise_alpha router_aux_loss_coef", "leave it out: the GRPO loss has no such term"),
+    ("neftune_noise_alpha", "leave it out: the GRPO loss has no such term"),
     ("eval_delay", "use eval_steps, and eval_on_start=False"),
     ("save_only_model save_on_each_node", "leave it out: save_total_limit limits the number of checkpoints"),
     ("load_best_model_at_end", "set metric_for_best_model; save_total_limit never deletes the best checkpoint"),

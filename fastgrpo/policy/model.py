@@ -31,8 +31,10 @@ def narrow_window(config: PretrainedConfig) -> int | None:
     return window if used and window is not None and (context is None or window < context) else None
 
 
-def padded_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """Compute the hidden states [N, D] of a packed batch with the model's own attention over padded sequences.
+def padded_outputs(model: PreTrainedModel, batch: Batch, **more: Any) -> tuple[Any, torch.Tensor]:
+    """Run a packed batch with the model's own attention over padded sequences.
+
+    Returns the outputs, and the index [N] of each packed token among their S * T tokens.
 
     For models that packed attention does not support. The result is exact, since each token attends to its own sequence
     only: the padding is on the right, where causal attention ignores it. It is slower, because padding is computed too,
@@ -46,8 +48,8 @@ def padded_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     place[rows[rows >= 0]] = (rows >= 0).flatten().nonzero()[:, 0]  # any copy of a prompt's token will do
     ids = batch.input_ids[to_device(rows.clamp(min=0), batch.input_ids.device)]
     # A mask of ones. Without a mask, transformers tries to detect packed sequences.
-    out = model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    return out.last_hidden_state.flatten(0, 1)[to_device(place, ids.device)]
+    out = model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **more)
+    return out, to_device(place, ids.device)
 
 
 Result = TypeVar("Result")
@@ -168,22 +170,55 @@ class Policy:
 
     def states(self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: Context) -> torch.Tensor:
         """Run packed tokens [N], at positions [N] in their sequences, through the layers. Return [N, D]."""
+        return self._scaled(self._packed_outputs(input_ids, position_ids, context).last_hidden_state[0])
+
+    def _packed_outputs(self, input_ids, position_ids, context, **more):
         with attention_of(self.module), self._checkpointing():
-            out = self.module.base_model(
-                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, context=context
+            return self.module.base_model(
+                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, context=context, **more
             )
-        return self._scaled(out.last_hidden_state[0])
 
     def _scaled(self, states):
         return states if self.scale == 1 else states * self.scale
 
     def completion_states(self, batch: Batch) -> torch.Tensor:
         """Compute the hidden states [M, D] that predict a batch's completion tokens."""
+        return self._outputs(batch)[0]
+
+    def _outputs(self, batch, **more):
+        """Return the states of a batch's completion tokens, the model's outputs, and the place of each token there."""
         if self.own_attention:
             with self._checkpointing():
-                return self._scaled(padded_states(self.module, batch)[batch.rows])
-        context = PackedAttention(batch.lengths, batch.input_ids.device, batch.branches)
-        return self.states(batch.input_ids, batch.position_ids, context)[batch.rows]
+                out, place = padded_outputs(self.module, batch, **more)
+        else:
+            context, place = PackedAttention(batch.lengths, batch.input_ids.device, batch.branches), slice(None)
+            out = self._packed_outputs(batch.input_ids, batch.position_ids, context, **more)
+        return self._scaled(out.last_hidden_state.flatten(0, 1)[place][batch.rows]), out, place
+
+    def states_and_balance(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute `completion_states`, and the load-balancing loss of a mixture of experts over the batch's tokens.
+
+        The loss is that of all models of transformers, over all layers (Switch Transformer, arXiv 2101.03961, eq. 4). A
+        shared prompt counts once per branch.
+        """
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        states, out, place = self._outputs(batch, output_router_logits=True)
+        routed = tuple(layer.flatten(0, -2)[place] for layer in out.router_logits)
+        counts = [len(own) for own in batch.branches] + [1] * (len(batch.lengths) - len(batch.branches))
+        counts = torch.tensor(counts).repeat_interleave(torch.tensor(batch.lengths))
+        experts = routed[0].shape[-1]
+        counts, chosen = to_device(counts, states.device), self.shape.num_experts_per_tok
+        return states, load_balancing_loss_func(routed, experts, chosen, counts)
+
+    def router_coefficient(self, given: float | None) -> float:
+        """Return the coefficient of the load-balancing loss; None means the one of the model's config."""
+        if "router_logits" not in (getattr(self.module, "_can_record_outputs", None) or {}):
+            if given:
+                name = type(self.module).__name__
+                raise ValueError(f"router_aux_loss_coef={given}: {name} returns no router logits; omit it")
+            return 0.0
+        return getattr(self.shape, "router_aux_loss_coef", 0.0) if given is None else given
 
     def logps(self, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
         """Compute the fp32 log-probs [M] of a batch's completion tokens, in nats."""

@@ -47,6 +47,8 @@ METRICS = {
     "ref/kl_error": "KL divergence (k3 estimate) from the exact to the quantized reference, nats per token; "
     "measured in the first step, with a quantized --ref_storage",
     "entropy": "mean entropy of the policy at the active tokens, nats; measured in logged steps only",
+    "aux_loss": "load-balancing loss of a mixture of experts, without its coefficient; the number of experts of "
+    "a token if they are balanced, else more",
     "ratio/mean": "mean over active tokens of the ratio of the policy's probability to the old policy's",
     "ratio/max": "largest ratio of the policy's probability to the old policy's",
     "clip_ratio/low_mean": "share of active tokens that were clipped at the lower bound of the ratio",

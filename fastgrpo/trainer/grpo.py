@@ -237,6 +237,7 @@ class GRPOTrainer:
             top_entropy_quantile=args.top_entropy_quantile, off_policy_mask_threshold=args.off_policy_mask_threshold,
             entropy=self.entropy, backward_tolerance=args.head_backward_tolerance,
             corrects_sampler=args.importance_sampling_mode is not None,
+            router_aux_loss_coef=self.policy.router_coefficient(args.router_aux_loss_coef),
         )  # fmt: skip
 
     def _advice(self):
@@ -587,6 +588,11 @@ class GRPOTrainer:
     def entropy_coef(self) -> float:
         """The coefficient of the entropy bonus, after the last update if it is adaptive."""
         return self.updates.entropy_coef
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether the loss has the load-balancing loss of a mixture of experts."""
+        return self.updates.router_aux_loss_coef != 0
 
     get_off_policy_mask = staticmethod(get_off_policy_mask)
 

@@ -307,6 +307,11 @@ def quantile(values: torch.Tensor, share: float) -> float:
     return ordered[at].lerp(ordered[min(at + 1, len(values) - 1)], place - at).item()
 
 
+def _share(samples, indices):
+    """Return the share of some samples in the tokens of all."""
+    return sum(len(samples[i]) for i in indices) / sum(map(len, samples))
+
+
 class GRPOUpdate:
     """Turns the samples of a rollout into optimizer updates."""
 
@@ -325,6 +330,7 @@ class GRPOUpdate:
         entropy: AdaptiveEntropy | None = None,
         backward_tolerance: float = 0.0,
         corrects_sampler: bool = True,
+        router_aux_loss_coef: float = 0.0,
     ):
         self.policy, self.reference, self.learner, self.objective = policy, reference, learner, objective
         self.dealer, self.ranks = learner.dealer, learner.ranks
@@ -336,6 +342,7 @@ class GRPOUpdate:
             off_policy_mask_threshold=off_policy_mask_threshold,
         )  # fmt: skip
         self.entropy, self.backward_tolerance, self.corrects_sampler = entropy, backward_tolerance, corrects_sampler
+        self.router_aux_loss_coef = router_aux_loss_coef
         self.flops = update_flops(policy.module.base_model, policy.head.weight)
 
     def __call__(
@@ -372,14 +379,17 @@ class GRPOUpdate:
                 if self.entropy is not None:
                     self.objective = dataclasses.replace(self.objective, entropy_coef=self.entropy.applied)
 
-                def loss(indices, batch, logps=logps):
-                    out = self.loss(batch, step_tokens, with_entropy or self.entropy is not None)
+                parts = [samples[i] for i in minibatch]
+
+                def loss(indices, batch, logps=logps, parts=parts):
+                    share = _share(parts, indices)
+                    out = self.loss(batch, step_tokens, with_entropy or self.entropy is not None, share)
                     meter.add(out, batch, update=len(norms))
                     logps.update(zip(indices, out.logps.split(batch.cu_seqlens.diff().tolist()), strict=True))
                     return out.loss
 
                 learning_rate = self.learner.learning_rate
-                norms.append(self.learner.step([samples[i] for i in minibatch], loss, self.idle_loss)[0])
+                norms.append(self.learner.step(parts, loss, self.idle_loss)[0])
                 if self.entropy is not None:
                     if entropy is None:
                         entropy = meter.mean("entropy", len(norms) - 1, self.ranks)
@@ -404,7 +414,11 @@ class GRPOUpdate:
         others = [i for i, sample in enumerate(samples) if not (sample.masked or self.teaches(sample))]
         selected, _ = self.selection(samples, kept, others, first=True)
         chosen = [selected.get(i, samples[i]) for i in kept]
-        return self.learner.measure(chosen, lambda _, batch: self.loss(batch, tokens, False).loss, self.idle_loss)
+
+        def loss(indices, batch):
+            return self.loss(batch, tokens, False, _share(chosen, indices)).loss
+
+        return self.learner.measure(chosen, loss, self.idle_loss)
 
     @property
     def entropy_coef(self) -> float:
@@ -425,8 +439,9 @@ class GRPOUpdate:
         return weights.split(counts.tolist())
 
     def teaches(self, sample: Sample) -> bool:
-        """Return whether a sample has a gradient. Without KL and entropy bonus, it has none if its advantages are 0."""
+        """Return whether a sample has a gradient. Without further terms, it has none if its advantages are 0."""
         regularized = self.objective.beta != 0 or self.objective.entropy_coef != 0 or self.entropy is not None
+        regularized = regularized or self.router_aux_loss_coef != 0
         return not sample.masked and (regularized or sample.informative)
 
     def _score(self, samples, kept, held_out=False):
@@ -464,17 +479,23 @@ class GRPOUpdate:
         """Return the indices of this rank's samples, and the number of passes that all ranks run in lockstep."""
         return shares[self.ranks.rank], self.dealer.agreed(samples, shares)
 
-    def loss(self, batch: Batch, step_tokens: float, with_entropy: bool) -> GRPOLossOutput:
-        """Compute the loss of a micro-batch, a sum over its tokens."""
+    def loss(self, batch: Batch, step_tokens: float, with_entropy: bool, share: float = 1.0) -> GRPOLossOutput:
+        """Compute the loss of a micro-batch, a sum over its tokens, which are this share of the update's.
+
+        A load-balancing loss is computed for each micro-batch, and averaged over them.
+        """
         timer = self.learner.timer
         reference = self._reference_states(batch)
         per_token, per_row = self.flops
         timer.flops += per_token * len(batch.input_ids) + per_row * len(batch.targets)
         with timer.stage("forward"):
-            states = self.policy.completion_states(batch)
+            if self.router_aux_loss_coef:
+                states, balance = self.policy.states_and_balance(batch)
+            else:
+                states, balance = self.policy.completion_states(batch), None
         weight, bias, softcap = self.policy.head
         with timer.stage("loss"):
-            return linear_grpo_loss(
+            out = linear_grpo_loss(
                 states,
                 weight,
                 batch.targets,
@@ -495,6 +516,10 @@ class GRPOUpdate:
                 backward_tolerance=self.backward_tolerance,
                 **reference,
             )
+        if balance is None:
+            return out
+        metrics = {**out.metrics, "aux_loss": balance.detach()}
+        return dataclasses.replace(out, loss=out.loss + self.router_aux_loss_coef * share * balance, metrics=metrics)
 
     def idle_loss(self) -> torch.Tensor:
         """Compute a loss of 0, for a rank without samples in a pass of all ranks."""

@@ -69,7 +69,7 @@ def test_a_refused_argument_says_what_to_do_instead(name):
 def test_idle_arguments_and_values_that_mean_the_default_change_nothing():
     assert all(changed(**{name: "anything"}) == {} for name in IDLE_WHY)
     for arguments in (
-        {"fsdp": ""}, {"fsdp": []}, {"fsdp_config": {}}, {"router_aux_loss_coef": 0.0}, {"eval_delay": 0.0},
+        {"fsdp": ""}, {"fsdp": []}, {"fsdp_config": {}}, {"eval_delay": 0.0},
         {"debug": []}, {"hub_strategy": "end"}, {"reward_weights": None}, {"disable_tqdm": None}, {"report_to": []},
     ):  # fmt: skip
         assert changed(**arguments) == {}
