@@ -4,6 +4,7 @@ import logging
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -38,6 +39,19 @@ def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Cast the parameters of a model, but not its buffers: bf16 rotary frequencies give angles wrong by radians."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+
+
+def check_packages(config: Any) -> None:
+    """Raise ValueError if settings need a package that is missing."""
+    needed = {"peft": ("use_peft", "'fastgrpo[lora]'")} if config.use_peft else {}
+    needed |= {name: (f"report_to {name}", name) for name in config.report_to if name != "none"}
+    storage = getattr(config, "ref_storage", None)
+    if storage in ("int8", "nf4"):
+        package = "torchao" if storage == "int8" else "bitsandbytes"
+        needed[package] = (f"ref_storage={storage}", "'fastgrpo[quantization]'")
+    for package, (setting, source) in needed.items():
+        if find_spec(package) is None:
+            raise ValueError(f"{setting} needs {package}: pip install {source}")
 
 
 @cache

@@ -24,7 +24,7 @@ from fastgrpo.config.sections import PromptConfig
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data import ShuffledRows, Source
 from fastgrpo.data.prompts import to_examples
-from fastgrpo.policy.device import choose_device
+from fastgrpo.policy.device import check_packages, choose_device
 from fastgrpo.rewards import find_reward, prm_options
 from fastgrpo.run.checkpoint import save_model
 from fastgrpo.run.curves import PANELS, Panel
@@ -73,6 +73,7 @@ def open_task(config: TrainingConfig, load: "Callable[[str, bool], PreTrainedTok
     """Build the task of a training run, and validate it before a model is loaded. `load` loads the tokenizer."""
     module, path = find_task(config.task), config.model_name_or_path
     choose_device(config.device)
+    check_packages(config)
     from fastgrpo.policy.load import load_tokenizer
     from fastgrpo.trainer.optim import check_schedule
 
