@@ -127,7 +127,7 @@ def chat(argv: list[str]) -> None:
         return
     plain = tokenizer.chat_template is None
     kind = "the model continues each line as plain text" if plain else "/new starts a new conversation"
-    print(f"{flags.model} on {model.device}; {kind}, /exit ends")
+    print(f"{flags.model} on {model.device}; {kind}, /exit ends the chat")
     talk(conversation)
 
 

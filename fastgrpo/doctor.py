@@ -33,7 +33,7 @@ NEEDED = (
     ("tyro", "the command line"),
     ("pyyaml", "recipes and --config"),
     ("tqdm", "progress bars"),
-    ("rich", "colours and tables in the terminal"),
+    ("rich", "colors and tables in the terminal"),
     ("matplotlib", "curves.png"),
 )
 # Optional distributions, with their purpose.
@@ -89,7 +89,7 @@ def machine() -> list[tuple[str, str]]:
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     rows += [(f"GPU {i}", _gpu(i)) for i in gpus]
     if not gpus:
-        rows.append(("GPU", "none visible to torch: everything runs on the CPU"))
+        rows.append(("GPU", "no GPU visible to torch: everything runs on the CPU"))
     rows.append(("kernels", "triton" if gpus and HAS_TRITON else "chunked (plain PyTorch)"))
     return rows + attentions(torch.device("cuda" if gpus else "cpu"))
 

@@ -105,7 +105,7 @@ def _evaluate_model(path, tokenizer, config, ranks):
     if not len(test):
         raise ValueError(f"split {config.dataset_test_split!r} of task {config.task} has no rows to evaluate on")
     rewards = Rewards(needed_rewards(task, config), **rewards_settings(config))
-    rewards.device(choose_device(config.device), config.reward_device)  # a mistake shows before the model is loaded
+    rewards.device(choose_device(config.device), config.reward_device)  # raises before the model is loaded
     rows = as_rows(test, f"test of task {config.task}").head(config.max_eval_samples)
     policy, engine, sampling = load_sampler(path, tokenizer, config, top_p=config.top_p, top_k=config.top_k)
     rewards.place(rewards.device(policy.device, config.reward_device), tokenizer)

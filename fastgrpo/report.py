@@ -74,7 +74,7 @@ def _panels(run, told=True) -> Sequence[Panel]:
         return panels_of(find_task(config["task"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         if told:
-            print(f"{run / 'config.json'} names no task of this package; the usual diagrams are drawn", file=sys.stderr)
+            print(f"{run / 'config.json'} names no built-in task; drawing the standard diagrams", file=sys.stderr)
         return PANELS
 
 
@@ -83,9 +83,9 @@ def _refuse_page(page):
     if page.parent.is_dir() and made_in(page.parent) and page.name == PAGE:
         _claim(page.parent, page.name)
     elif page.is_dir():
-        raise ValueError(f"{page} is a folder where the page belongs; name a file")
+        raise ValueError(f"{page} is a folder; name a file")
     elif not page.parent.is_dir():
-        raise ValueError(f"the folder of --output {page} does not exist; make it, or choose another file")
+        raise ValueError(f"the folder of --output {page} does not exist; create it, or choose another file")
     elif os.path.lexists(page) and not _is_page(page):
         raise ValueError(f"{page} was not made by this command and is not overwritten; move it away")
 
@@ -103,7 +103,9 @@ def _claim(folder, name):
     if path.is_symlink() or (noted and path.exists() and name not in noted):
         raise ValueError(f"{path} was not made by a run and is not overwritten; move it away")
     if path.is_dir():
-        raise ValueError(f"{path} is a folder where the {'page' if name == PAGE else 'picture'} belongs; move it away")
+        raise ValueError(
+            f"{path} is a folder; the {'page' if name == PAGE else 'picture'} needs this name; move it away"
+        )
     if noted and name not in noted:
         note(folder, name)
 

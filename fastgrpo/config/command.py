@@ -131,7 +131,7 @@ def explain(error: Exception) -> str | None:
             return text
         first = text.splitlines()[0] if text else type(error).__name__
         return f"{first}\n  raised at {frame.filename}:{frame.lineno}; --debug shows the traceback"
-    if "No space left on device" in text:  # as safetensors puts it
+    if "No space left on device" in text:  # a message of safetensors
         return _SYSTEM[errno.ENOSPC].format(where="")
     memory = _out_of_memory(error)
     in_pieces = _IN_PIECES if type(error).__name__ == "OutOfMemoryError" else ""
@@ -152,8 +152,8 @@ def _out_of_memory(error):
     return None
 
 
-_IN_PIECES = "; where free memory lies in pieces, PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them"
-_NO_MEMORY = re.compile("can't allocate memory|Cannot allocate memory")  # as torch's allocator and the system put it
+_IN_PIECES = "; if free memory is fragmented, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+_NO_MEMORY = re.compile("can't allocate memory|Cannot allocate memory")  # of torch's allocator and of the system
 _DENIED = "no permission to read or write{where}; choose another folder (--output_dir for runs, HF_HOME for downloads)"
 _SAVED = "earlier checkpoints are intact, so free some space and resume"
 _SYSTEM = {

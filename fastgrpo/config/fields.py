@@ -154,7 +154,7 @@ def told(error: ValidationError, kinds: Mapping[str, Any], where: str = "") -> s
     lines = []
     for mistake in error.errors(include_url=False):
         type_, name = mistake["type"], str(next(iter(mistake["loc"]), ""))
-        if type_ == "value_error":  # of a validator of ours; one of several settings has no place
+        if type_ == "value_error":  # raised by our own validators; a rule about several settings has no location
             lines.append(f"{where}{name} {str(mistake['ctx']['error']).strip()}".strip())
         elif type_ == "missing":
             lines.append(f"{where}{name} must be given")

@@ -1,4 +1,4 @@
-"""The arguments of `trl.GRPOConfig` (TRL 1.16, with those of transformers' TrainingArguments), and what each is here.
+"""The arguments of `trl.GRPOConfig` (TRL 1.16, with those of transformers' TrainingArguments), and their translation.
 
 An argument is a setting of the same name (`SAME`), is translated (`TRANSLATED`), has no effect on results (`IDLE`), or
 is not supported (`REFUSED`): a value that turns nothing off, and is not TRL's default, raises an error.
@@ -44,7 +44,7 @@ def translated(stated: Stated) -> dict[str, Any]:
     stated |= {name: VALUES[name](stated[name]) for name in VALUES.keys() & stated.keys()}
     for name, value in stated.items():
         if name in INSTEAD and value and value not in ACCEPTED.get(name, ()):
-            raise ValueError(f"{name}={value!r} is TRL's and not for fastgrpo; {INSTEAD[name]}")
+            raise ValueError(f"{name}={value!r} is not supported; {INSTEAD[name]}")
     settings = {name: value for name, value in stated.items() if name not in THEIRS}
     for names, translate, _ in TRANSLATED:
         given = [name for name in names.split() if name in stated]
@@ -121,9 +121,7 @@ def strategies(stated: Stated) -> dict[str, Any]:
     for kind, remedy in (("eval", ""), ("save", "; metric_for_best_model marks the best"), ("logging", "")):
         name, taken = f"{kind}_strategy", ("steps",) if kind == "logging" else ("steps", "no")
         if stated.get(name, "steps") not in taken:
-            raise ValueError(
-                f"{name}={stated[name]!r} is not for fastgrpo; use {name}='steps' with {kind}_steps{remedy}"
-            )
+            raise ValueError(f"{name}={stated[name]!r} is not supported; use {name}='steps' with {kind}_steps{remedy}")
     made = {"save_steps": None} if stated.get("save_strategy") == "no" else {}
     if "eval_strategy" in stated:
         steps = stated.get("eval_steps") or stated.get("logging_steps", 10)
@@ -135,7 +133,7 @@ def strategies(stated: Stated) -> dict[str, Any]:
 def precision(stated: Stated) -> dict[str, Any]:
     """Translate bf16, fp16 and model_init_kwargs."""
     if stated.get("fp16"):
-        raise ValueError("fp16=True is not for fastgrpo; use bf16=True")
+        raise ValueError("fp16=True is not supported; use bf16=True")
     bf16, loading = stated.get("bf16"), stated.get("model_init_kwargs") or {}
     loading = dict(loading) if isinstance(loading, Mapping) else keywords("model_init_kwargs", loading)
     dtype = loading.pop("dtype", loading.pop("torch_dtype", None))
@@ -143,8 +141,8 @@ def precision(stated: Stated) -> dict[str, Any]:
     for name, value in loading.items():
         if name not in _LOADING and (name, value) not in _LOADING_VALUES:
             raise ValueError(
-                f"model_init_kwargs has {name}={value!r}, which is not for fastgrpo; load the model yourself and pass "
-                "it, or leave it out"
+                f"model_init_kwargs has {name}={value!r}, which is not supported; load the model yourself and pass it, "
+                "or leave it out"
             )
     if bf16 or (bf16 is False and dtype is None):
         dtype = "bfloat16" if bf16 else "float32"
@@ -158,7 +156,7 @@ def generation(stated: Stated) -> dict[str, Any]:
         if name in _DRAWS and value is not None:
             settings[_DRAWS[name]] = value
         elif value is not None and name not in _NO_DRAW and (name not in _NEUTRAL or value != _NEUTRAL[name]):
-            raise ValueError(f"generation_kwargs has {name}={value!r}, which is not for fastgrpo; {_REMEDY}")
+            raise ValueError(f"generation_kwargs has {name}={value!r}, which is not supported; {_REMEDY}")
     return settings
 
 

@@ -218,7 +218,7 @@ def _resume_or_overwrite(resume_from_checkpoint, overwrite_output_dir, output_di
             "resume_from_checkpoint continues the run in output_dir, but overwrite_output_dir deletes it; choose one"
         )
     if resume_from_checkpoint == "auto" and output_dir is None:
-        raise ValueError("resume_from_checkpoint=auto needs output_dir: the folder of the run that goes on")
+        raise ValueError("resume_from_checkpoint=auto needs output_dir: the folder of the run to resume")
 
 
 def _the_best_metric_is_measured(metric_for_best_model, eval_steps, logging_steps, save_steps):
@@ -243,7 +243,7 @@ def _one_source_of_rows(train_file, dataset_train_split):
 
 def _none_stands_alone(report_to):
     if "none" in report_to and len(report_to) > 1:
-        raise ValueError(f"report_to={' '.join(report_to)} names none beside a tracker; leave one of the two out")
+        raise ValueError(f"report_to={' '.join(report_to)} names none and a tracker; leave one of the two out")
 
 
 RULES = (

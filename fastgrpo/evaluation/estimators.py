@@ -1,7 +1,7 @@
 """Estimates of pass@k and maj@k from n completions of each problem, and 95% confidence intervals of means.
 
 pass@k is the probability that at least one of k completions is right (Chen et al., arXiv 2107.03374). Its estimate is
-the share of all k-subsets of the n completions that hold a right one:
+the share of all k-subsets of the n completions that contain a right one:
 
     pass@k = 1 - C(n - right, k) / C(n, k)
 
@@ -49,7 +49,7 @@ def maj_at_k(answers: Sequence[Hashable], right: Sequence[bool], k: int) -> floa
 
     Args:
         answers: The answer of each of the n completions, None for a completion without one.
-        right: Whether each completion is right. An answer whose completions differ counts by its share of right
+        right: Whether each completion is right. An answer with right and wrong completions counts by its share of right
             ones.
         k: The size of the subsets, from 1 to n.
 
@@ -82,7 +82,7 @@ def _ways(others, silent, top, rest):
     """
     ways = np.zeros((rest + 1, 1))  # indices: completions chosen, answers that tie
     ways[: min(silent, rest) + 1, 0] = [math.comb(silent, i) for i in range(min(silent, rest) + 1)]
-    for size, answers in sorted(others.items()):  # first those that cannot tie, with one column
+    for size, answers in sorted(others.items()):  # sizes that cannot tie come first, with one column
         for _ in range(answers):
             columns = min(ways.shape[1] + (size >= top), rest // top + 1)
             new = np.zeros((rest + 1, columns))

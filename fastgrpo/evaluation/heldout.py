@@ -71,7 +71,7 @@ class Evaluation:
     def summary(self, told: set[str] | None = None) -> str:
         """Return a line with accuracy, pass@1, and pass@k and maj@k of the largest k, and a line per note.
 
-        Notes in `told` are left out. New ones are added, so that a run prints each once; warnings are always printed.
+        Skip notes in `told`, and add new ones to it, so that a run prints each note once. Warnings are always printed.
         """
         told = set() if told is None else told
         notes = [note for note in self.notes if note not in told]
@@ -163,7 +163,7 @@ def _add_estimates(completions, draws, means):
     answers = [final_answer(completion_text(completion.content)) for completion in completions]
     voting = not any(r and answer is None for r, answer in zip(right, answers, strict=True))
     if not voting:
-        means.notes.append("note: maj@k is left out: right completions have no number or marked answer to vote with")
+        means.notes.append("note: maj@k is left out: right completions have no number or marked answer as their vote")
     spans = [slice(i, i + draws) for i in range(0, len(completions), draws)]
     for k in draws_reported(draws):
         means.add(f"eval/pass@{k}", [pass_at_k(draws, sum(right[span]), k) for span in spans], share=True)
@@ -245,13 +245,13 @@ def _measure(judged: Judged, rewards, draws, prefix, means):
         means.values[f"{prefix}rewards/{name}/errors"] = count
         means.notes.append(
             f"warning: reward function {name!r} failed on {count} of {len(completions)} held-out completions, which "
-            "count as not right and have no reward from it"
+            "count as wrong and get no reward from it"
         )
     for name, count in judged.timeouts.items():
         means.values[f"{prefix}rewards/{name}/timeouts"] = count
         means.notes.append(
             f"warning: reward function {name!r} took too long for {count} of {len(completions)} held-out completions, "
-            "which count as not right and have no reward from it"
+            "which count as wrong and get no reward from it"
         )
     columns = {"reward": rewards.total(per_function)}
     columns |= {f"rewards/{name}/mean": column for name, column in zip(rewards.names, per_function.T, strict=True)}

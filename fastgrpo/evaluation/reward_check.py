@@ -71,7 +71,7 @@ class _Watched:
         started = self.clock()
 
         def after(result: Any) -> Any:
-            values = listed(result, len(given["completions"]))  # which runs a generator
+            values = listed(result, len(given["completions"]))  # this runs a generator
             self.seconds = self.clock() - started
             self.changed |= {name for name, values in before.items() if given[name] != values}
             for value in values or ():
@@ -153,7 +153,7 @@ def check_reward(
     _tell_dependence(found, first, judge, completions, groups, getattr(function, "group_wise", False))
     if watched.changed:
         names = ", ".join(sorted(watched.changed))
-        found.warnings.append(f"It changes its arguments ({names}); copy what it works on, or TRL's trainer breaks.")
+        found.warnings.append(f"It changes its arguments ({names}); copy them first, or TRL's trainer breaks.")
     if getattr(function, "pooled", True):
         pickled = attempt(lambda: ForkingPickler.dumps(function))
         if isinstance(pickled, Failure):
@@ -176,9 +176,9 @@ def _without_late(function, groups, state, timeout):
     except ValueError as error:
         if "cannot be sent to another process" not in str(error):
             raise
-        return groups, late, deaths  # it cannot be pickled, which is found below
+        return groups, late, deaths  # it cannot be pickled; reported below
     with rewards:
-        if rewards.pool is None:  # it has a limit of its own, which is set now
+        if rewards.pool is None:  # it has its own limit, set above
             return groups, late, deaths
         whole = getattr(function, "group_wise", False)
         parts = [[list(group)] if whole else [[completion] for completion in group] for group in groups]
@@ -190,7 +190,7 @@ def _without_late(function, groups, state, timeout):
                     judged = rewards(part, state, begun=call)
                 except ValueError as error:  # exceptions occur again in the watched call
                     if DIED in str(error):
-                        said = f"It ends the process that runs it, on the completion {shortened(part[0].content)}."
+                        said = f"It ends its process on the completion {shortened(part[0].content)}."
                         deaths += [said] * len(part)
                     else:
                         group += part
@@ -203,7 +203,7 @@ def _without_late(function, groups, state, timeout):
 def _told_late(late, timeout):
     return (
         f"It takes longer than {timeout:g} s for {len(late)} completions, the first "
-        f"{shortened(late[0].content)}; train with --reward_timeout, or bound what it does."
+        f"{shortened(late[0].content)}; train with --reward_timeout, or bound its work."
     )
 
 
@@ -218,7 +218,7 @@ def _spread(rewards, groups):
 
 def _tell_failures(found, watched, function, completions):
     if watched.raised:
-        found.warnings.append(f"It raises {watched.raised}; mend it, or pass --reward_errors skip.")
+        found.warnings.append(f"It raises {watched.raised}; fix it, or pass --reward_errors skip.")
     elif found.errors and not watched.nan:
         found.warnings.append(
             f"It failed on {found.errors} completions: it must return a list with a finite number or None for each."
@@ -246,7 +246,7 @@ def _tell_values(found, rewards, groups, completions):
     if not given.any():
         found.warnings.append("It gives no completion a reward, so nothing is learned from it.")
     elif rewards[given].unique().numel() == 1:
-        found.warnings.append(f"It is constant ({found.mean:g}), so all advantages are 0; reward what differs.")
+        found.warnings.append(f"It is constant ({found.mean:g}), so all advantages are 0; reward differences.")
     elif max(map(len, groups)) == 1:
         found.warnings.append(
             "Each prompt has one completion, so nothing shows whether it differs within a group; give the rows several "
@@ -255,14 +255,14 @@ def _tell_values(found, rewards, groups, completions):
     elif found.spread == 0:
         found.warnings.append(
             "It never differs within a group, so all advantages are 0; take rows of other difficulty, a model that "
-            "sometimes succeeds, or more completions a prompt."
+            "sometimes succeeds, or more completions per prompt."
         )
     lengths = torch.tensor([len(completion_text(c.content)) for c in completions], dtype=torch.float64)
     correlation = rank_correlation(rewards[given], lengths[given]) if given.sum() >= LENGTHS else 0.0
     if correlation >= LENGTH_CORRELATION:
         found.warnings.append(
-            f"Longer is better: its rank correlation with the length is {correlation:.2f} (told from "
-            f"{LENGTH_CORRELATION}); a policy will learn to ramble, so bound the length."
+            f"Longer is better: its rank correlation with the length is {correlation:.2f} (reported above "
+            f"{LENGTH_CORRELATION}); a policy will learn to write long texts, so bound the length."
         )
 
 
@@ -287,28 +287,28 @@ def rank_correlation(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def _tell_dependence(found, first, judge, completions, groups, group_wise):
-    """Judge again, in another order, and alone. Report only the first difference, which causes the others."""
+    """Judge again, in another order, and one by one. Report only the first difference: it causes the others."""
 
     def differs(other: torch.Tensor, of: torch.Tensor = first) -> bool:
         return not torch.allclose(of, other, rtol=1e-4, atol=1e-6, equal_nan=True)
 
     if differs(judge(completions)):
-        found.warnings.append("It is random: asked twice, it gives other rewards; seed it from the completion.")
+        found.warnings.append("It is random: a second call gives other rewards; seed it from the completion.")
         return
     if len(completions) < 2:
         return
     if differs(judge(completions[::-1]).flip(0)):
         found.warnings.append(
-            "It depends on the order of the completions; a reward must belong to its completion, so compute it from "
-            "that completion alone."
+            "It depends on the order of the completions; a reward must belong to its completion, so compute it only "
+            "from that completion."
         )
         return
     parts = list(groups) if group_wise else [[completion] for completion in completions[:ALONE]]
     apart = torch.cat([judge(part) for part in parts if part])
     if differs(apart, first[: len(apart)]):
         remedy = (
-            "compute it from the group alone" if group_wise else
-            "where it compares the completions of a prompt, set group_wise = True on it, so that the pool of "
+            "compute it only from the group" if group_wise else
+            "if it compares the completions of a prompt, set group_wise = True on it, so that the pool of "
             "--reward_workers gives it whole groups"
         )  # fmt: skip
-        found.warnings.append(f"It depends on the other completions it is called with; {remedy}.")
+        found.warnings.append(f"It depends on the other completions in the call; {remedy}.")

@@ -82,7 +82,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         self.sapo_temperature_pos, self.sapo_temperature_neg = sapo_temperature_pos, sapo_temperature_neg
         self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
         self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
-        self._objective()  # refuses what cannot be computed
+        self._objective()  # raises for unsupported settings
 
     def _objective(self):
         clips = LOSS_TYPES.get(self.loss_type, ("clip",))[0] == "clip"
@@ -279,7 +279,7 @@ def _wider(values):
 
 
 def _inputs(completion_ids, mask, ref_logp, temperature, terms):
-    """Return the token inputs of the losses, [B, T + 1], with weights of 1."""
+    """Return the token inputs of the losses, [B, T + 1], all with weight 1."""
     advantages = terms.advantages if terms.advantages.ndim == 2 else terms.advantages[:, None].expand(mask.shape)
     mask = _wider(mask)
     return TokenInputs(
@@ -297,13 +297,13 @@ def _loss(logits, inputs, terms, inplace=False):
 
 
 class Terms(NamedTuple):
-    """A batch of Liger's in our terms.
+    """A batch of Liger, translated.
 
     Attributes:
         objective: The objective to compute.
         advantages: [B] or [B, T], which carry the importance weights against the sampler.
         old_logps: [B, T] or None.
-        sampler_logps: [B, T], for vespo alone, or None.
+        sampler_logps: [B, T], only for vespo, or None.
     """
 
     objective: Objective
@@ -315,7 +315,7 @@ class Terms(NamedTuple):
 def objective_of(loss_type: str, epsilon_high: float, **knobs: Any) -> Objective:
     """Translate Liger's settings into an objective.
 
-    LUSPO with ratios per token, which `Objective` refuses by that name, is a sum over the tokens of a sequence and a
+    LUSPO with ratios per token, which `Objective` refuses, is a sum over the tokens of a sequence and a
     mean over sequences: dr_grpo with the constant 1. Unused settings may have
     any value, as in Liger.
     """
@@ -339,11 +339,11 @@ def translate(
     side of 0, so I s(A) = s(I A).
 
     Args:
-        objective: What `objective_of` made.
+        objective: The result of `objective_of`.
         advantages: [B] or [B, T].
         mask: [B, T] bool.
         old_logps: [B, T], or None.
-        ratio: I: [B, T], or [B, 1] or [B] for one of the whole sequence, or None.
+        ratio: I: [B, T], or [B, 1] or [B] for one weight per sequence, or None.
 
     Raises:
         ValueError: The ratio has another shape.
@@ -364,7 +364,7 @@ def translate(
 
 
 def _vespo(objective, advantages, mask, old_logps, ratio):
-    """VESPO takes the weights into W, the product over the tokens that count; that of a whole sequence counts once."""
+    """Return the sampler log-probs that put VESPO's importance weights into W, the product over the unmasked tokens."""
     ratio = ratio.masked_fill(~mask, 1) if ratio.shape == mask.shape else ratio
     log_ratio = shared_log_weights(ratio, mask).expand(mask.shape)
     if old_logps is not None:
@@ -381,7 +381,7 @@ def step_tokens(objective: Objective, mask: Tensor, num_items_in_batch: float | 
     """Count the tokens of the step as in Liger, divided by the number of processes.
 
     Args:
-        objective: The objective; where its weights do not read this count, no process asks the others.
+        objective: The objective. If its weights do not use this count, no process communicates.
         mask: [B, T] bool.
         num_items_in_batch: The tokens of all processes and micro-batches, or None for those of this call on all
             processes.

@@ -14,7 +14,7 @@ import torch
 from fastgrpo.kernels.objectives import LOG_RATIO_MAX, LOG_WEIGHT_MIN
 
 Tensor = torch.Tensor
-# The surrogate -> the settings that only some surrogates read, and this one does.
+# Surrogate -> its own settings.
 READ = {
     "clip": ("epsilon", "epsilon_high"),
     "cispo": ("epsilon_high",),
@@ -25,7 +25,7 @@ LAMBDA_MIN = 1e-4  # TRL and Liger hold vespo's lambda above it
 
 
 def vespo_knobs(settings: Mapping[str, float]) -> dict[str, Any]:
-    """Make fields of `Objective` of settings of VESPO."""
+    """Translate settings of VESPO into fields of `Objective`."""
     held = {name: max(value, LAMBDA_MIN) if "lambda" in name else value for name, value in settings.items()}
     return held | {"importance_sampling_mode": "token_truncate", "importance_sampling_clip_max": None}
 
@@ -36,11 +36,11 @@ def shared_log_weights(ratio: Tensor, mask: Tensor) -> Tensor:
     VESPO uses only the product of the weights over the sequence, which does not change.
 
     Args:
-        ratio: [B, T], all of which count, or [B, 1] for one of the whole sequence; at least 0.
-        mask: [B, T], 0 where a token does not count.
+        ratio: [B, T] weights per token, or [B, 1] weights per sequence; at least 0.
+        mask: [B, T], 0 for masked tokens.
 
     Returns:
-        [B, 1], what each token that counts gets.
+        [B, 1], the log weight of each unmasked token.
     """
     total = ratio.log().clamp(LOG_WEIGHT_MIN, LOG_RATIO_MAX).sum(-1, keepdim=True)
     return total / mask.sum(-1, keepdim=True).clamp(min=1)

@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer with the head and the loss of this package. Everything else stays TRL's.
 
-    from fastgrpo.integrations.trl import FusedGRPOTrainer  # takes the place of trl.GRPOTrainer
-    trainer = patch(trainer)                                # or: a GRPOTrainer that is there already
+    from fastgrpo.integrations.trl import FusedGRPOTrainer  # replaces trl.GRPOTrainer
+    trainer = patch(trainer)                                # or: an existing GRPOTrainer
 
 TRL calls the model with `fused_lm_head=True` for log-probs and entropies, and computes its loss from them. Here the
 model's forward computes them: without a gradient by `linear_logprob`, and in a step by `linear_grpo_loss`, which has
@@ -39,13 +39,13 @@ try:
     from trl.trainer.utils import FusedCausalLMOutput
 except ImportError as error:
     raise ImportError(
-        "fastgrpo.integrations.trl needs trl >= 1.15, < 2, whose trainer asks the model for log-probs; install it by "
-        f"pip install 'trl>=1.15,<2' ({error})"
+        "fastgrpo.integrations.trl needs trl >= 1.15, < 2, whose trainer gets log-probs from the model; run pip "
+        f"install 'trl>=1.15,<2' ({error})"
     ) from error
 
 __all__ = ["FusedGRPOTrainer", "patch"]
 
-# A class that overrides these would lose them here, or get a loss without its gradient.
+# FusedGRPOTrainer would ignore an override of these, or compute a wrong gradient.
 OURS = ("_compute_loss", "_get_per_token_logps_and_entropies")
 # The first losses are compared with TRL's own code, to detect a version of TRL with another formula. One is not enough:
 # in the first, ratios are 1, the KL is 0, and advantages may all be 0.
@@ -81,7 +81,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         if self._compared < COMPARED and not self.aux_loss_enabled:
             _compare(ours, value.detach(), inputs["advantages"], self.accelerator)
             self._compared += 1
-        return value + (output.loss - ours)  # TRL's value, which has the auxiliary loss, and the gradient of ours
+        return value + (output.loss - ours)  # TRL's value, with its auxiliary loss, and our gradient
 
     def _get_per_token_logps_and_entropies(self, model, *args, compute_entropy=False, **kwargs):
         asked = functools.partial(model, with_entropy=compute_entropy)
@@ -108,7 +108,7 @@ def patch(trainer: GRPOTrainer, backward_tolerance: float = 0.0) -> FusedGRPOTra
         return trainer
     for name in OURS:
         if getattr(kind, name) is not getattr(GRPOTrainer, name):
-            raise ValueError(f"trainer must leave {name} to TRL, and {kind.__name__} has its own; remove that one")
+            raise ValueError(f"trainer must not override {name}, but {kind.__name__} does; remove the override")
     _take_over(trainer, backward_tolerance)
     bases = (FusedGRPOTrainer, kind)
     trainer.__class__ = FusedGRPOTrainer if kind is GRPOTrainer else type(f"Fused{kind.__name__}", bases, {})
@@ -118,7 +118,7 @@ def patch(trainer: GRPOTrainer, backward_tolerance: float = 0.0) -> FusedGRPOTra
 def _take_over(trainer, backward_tolerance):
     """Validate the trainer, and attach the head to its model and reference."""
     _refuse(trainer)
-    objective = replace(objective_of(trainer), entropy_coef=trainer.args.entropy_coef)  # refuses numbers out of range
+    objective = replace(objective_of(trainer), entropy_coef=trainer.args.entropy_coef)  # raises if out of range
     check_backward_tolerance(backward_tolerance, objective)
     trainer._compared, trainer.backward_tolerance = 0, backward_tolerance
     for model in (trainer.model, trainer.ref_model):
@@ -138,19 +138,19 @@ def _refuse(trainer):
     by_sequence = trainer.importance_sampling_level == "sequence"
     corrected = trainer.beta != 0 and args.use_bias_correction_kl
     for refused, why in (
-        (prompts, f"peft_config={', '.join(prompts)}: prompt tuning is not served; use LoRA"),
-        (args.torch_compile, "torch_compile=True: the loss reads each batch inside of the forward; leave it out"),
+        (prompts, f"peft_config={', '.join(prompts)}: prompt tuning is not supported; use LoRA"),
+        (args.torch_compile, "torch_compile=True: the forward pass computes the loss; leave it out"),
         (is_deepspeed_zero3_enabled(), "deepspeed: ZeRO stage 3 hides the weight of the head; use stage 2 or FSDP"),
-        (args.n_gpu > 1, f"{args.n_gpu} GPUs in one process: start one for each by torchrun or accelerate launch"),
+        (args.n_gpu > 1, f"{args.n_gpu} GPUs in one process: start one process per GPU with torchrun"),
         (
             not head.weight.is_floating_point(),
             f"quantization_config: the head is {head.weight.dtype}; leave the head out of it",
         ),
         (
             type(head).__name__ == "TrainableTokensWrapper",
-            "peft_config: trainable_token_indices of the head; train them in the embedding alone",
+            "peft_config: trainable_token_indices of the head; use them only for the embedding",
         ),
-        (kind == "vespo" and own_weights, f"{type(trainer).__name__}.get_gamma_weights: leave vespo's weights to TRL"),
+        (kind == "vespo" and own_weights, f"{type(trainer).__name__}.get_gamma_weights: remove this override"),
         (kind not in SURROGATES, f"loss_type={kind!r}: choose one of {', '.join(SURROGATES)}"),
         (
             kind == "vespo" and by_sequence and corrected,
@@ -158,7 +158,7 @@ def _refuse(trainer):
         ),
     ):
         if refused:
-            raise ValueError(f"fastgrpo cannot serve {why}")
+            raise ValueError(f"fastgrpo does not support {why}")
 
 
 def _compare(ours, theirs, advantages, accelerator):
@@ -171,8 +171,8 @@ def _compare(ours, theirs, advantages, accelerator):
         tolerance = TOLERANCE * max(abs(theirs), size, 1e-3)
         if math.isfinite(theirs) and not math.isclose(ours, theirs, rel_tol=0, abs_tol=tolerance):
             raise RuntimeError(
-                f"this version of TRL has another loss than fastgrpo knows: {theirs} of the same log-probs, and not "
-                f"{ours} (on rank {rank})"
+                f"this version of TRL has another loss formula: {theirs} instead of {ours} for the same log-probs (on "
+                f"rank {rank})"
             )
 
 
@@ -235,7 +235,7 @@ def attach(model: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: boo
     theirs, config = model.forward, model.config.get_text_config()
     scale, softcap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
     if not scale > 0:
-        raise ValueError(f"fastgrpo cannot serve a model that multiplies its logits by {scale}")
+        raise ValueError(f"fastgrpo does not support a model that multiplies its logits by {scale}")
     # cap tanh(s x / cap) / T = (cap / s) tanh(x / (cap / s)) / (T / s)
     temperature, softcap = temperature / scale, None if softcap is None else softcap / scale
 
@@ -277,7 +277,7 @@ def objective_of(trainer: GRPOTrainer) -> Objective:
     """Translate TRL's settings into the surrogate and the KL of the loss."""
     args, loss_type = trainer.args, SURROGATES[trainer.loss_type]
     knobs = {"beta": trainer.beta, "use_bias_correction_kl": args.use_bias_correction_kl}
-    if loss_type != "vespo":  # which has no ratio but that of the sequence
+    if loss_type != "vespo":  # its ratio is always per sequence
         knobs["importance_sampling_level"] = trainer.importance_sampling_level
     if loss_type == "dapo":
         knobs |= {"epsilon": trainer.epsilon_low, "epsilon_high": trainer.epsilon_high, "delta": args.delta}

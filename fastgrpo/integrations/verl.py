@@ -1,7 +1,7 @@
-"""The function of verl's fused head under its own name, for code that is written to verl.
+"""The function of verl's fused head, with its name and signature, for code that calls verl.
 
-verl (github.com/volcengine/verl) computes log-probs and entropy in `verl/utils/kernel/linear_cross_entropy.py` where
-its settings ask for fused kernels. Nothing of verl is imported here.
+verl (github.com/volcengine/verl) computes log-probs and entropy in `verl/utils/kernel/linear_cross_entropy.py` if fused
+kernels are on. This module does not import verl.
 """
 
 from typing import TYPE_CHECKING
@@ -28,12 +28,12 @@ def linear_cross_entropy(
         hidden: [..., D] floating point, N states in all.
         weight: [V, D], the head. With `dist_process_group` the rows of this rank.
         labels: N integers in [0, V) of the whole vocabulary, in any shape.
-        temperature: What the logits are divided by. None is 1.
+        temperature: Temperature of the logits. None is 1.
         reduction: "none", "sum" or "mean" of the log-probs, in any case; the entropies are never reduced. None is
             "none".
         dist_process_group: The group of torch.distributed over whose ranks the rows of the weight are sharded, in rank
             order, or None. Labels, hidden and results are the same on every rank. As in verl, the gradient of hidden is
-            then the part of this rank's shard: the caller sums it over the group, as Megatron does where it gathers
+            then the part of this rank's shard: the caller sums it over the group, as Megatron does when it gathers
             hidden states that are sharded by sequence.
 
     Returns:

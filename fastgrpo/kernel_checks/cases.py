@@ -26,10 +26,10 @@ if HAS_TRITON:
 
 Tensor = torch.Tensor
 Tensors = dict[str, torch.Tensor]
-Errors = dict[str, tuple[float, float]]  # by name: an error, and the largest that is allowed
+Errors = dict[str, tuple[float, float]]  # by name: an error and its limit
 LossOf = Callable[[torch.Tensor], Tensors]  # logits -> the "loss" and other values by name
 SLACK = 1e-5
-BACKEND = {"gpu": "triton", "cpu": "chunked", "interpreter": "triton"}  # a mode -> what it tries, the last on a CPU
+BACKEND = {"gpu": "triton", "cpu": "chunked", "interpreter": "triton"}  # mode -> backend
 FACTORS = {"logps": 1.1, "entropy": 1.1, "loss": 1.1, "hidden": 1.1, "logits": 1.1, "weight": 1.5, "bias": 1.5,
            "output": 1.2}  # fmt: skip
 HEAD_SIZES = {"gpu": (1024, 896, 32_003), "cpu": (64, 32, 500), "interpreter": (40, 16, 70)}  # N, D, V
@@ -54,7 +54,7 @@ class Trial(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A line of the table, with its dtype on a GPU. Elsewhere it has fp32."""
+    """A line of the table, with its dtype on a GPU. On other devices the dtype is fp32."""
 
     name: str
     make: Callable[[str, torch.dtype], Trial]
@@ -116,7 +116,7 @@ def plain(leaves: Tensors, softcap: float | None, loss_of: LossOf) -> Tensors:
     """Compute the same in the inputs' dtype with fp32 logits."""
     hidden, weight = leaves["hidden"].detach(), leaves["weight"].detach()
 
-    def matmul(left, right):  # on a GPU through the matrix units, as the kernels' products
+    def matmul(left, right):  # on a GPU with tensor cores, like the kernels
         if left.is_cuda and left.dtype != torch.float32:
             return torch.mm(left, right, out_dtype=torch.float32)
         return left.float() @ right.float()

@@ -51,7 +51,7 @@ class Line(NamedTuple):
         name, error, allowed = self.worst
         if self.problem or error <= allowed:
             return self.problem
-        return f"the error of {name} is {error:.1e}, and {allowed:.1e} is allowed"
+        return f"the error of {name} is {error:.1e}; at most {allowed:.1e} is allowed"
 
     def __str__(self) -> str:
         error = "{}: {:.1e} ({:.1e})".format(*self.worst) if self.errors else "-"
@@ -61,7 +61,7 @@ class Line(NamedTuple):
 
 def check(table: str, mode: str, seconds: float = 120.0, most: int | None = None) -> Iterator[Line]:
     """Run up to `most` checks of a mode; after a failure, start a new process."""
-    # A kernel that failed its self-check would not be compared here.
+    # Without self-checks: they would replace a wrong kernel before this comparison.
     environment = os.environ | {"FASTGRPO_SELF_CHECK": "0", "TRITON_INTERPRET": str(int(mode == "interpreter"))}
     environment |= {} if mode == "gpu" else {"CUDA_VISIBLE_DEVICES": ""}
     names = [case.name for case in resolve_name(table) if mode in case.modes][:most]
@@ -130,7 +130,7 @@ def main(table: str, mode: str, *names: str) -> None:
         trial = cases[name].trial(mode)
         print(json.dumps(trial.judge(trial.ours())), file=answers, flush=True)
         del trial
-        torch.cuda.empty_cache()  # the next one may need all of it
+        torch.cuda.empty_cache()  # the next check may need all memory
 
 
 if __name__ == "__main__":

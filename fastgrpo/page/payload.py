@@ -16,7 +16,7 @@ from fastgrpo.page.samples import read_samples, usable
 from fastgrpo.run.curves import PANELS, Panel, is_measured
 from fastgrpo.run.metrics import METRICS
 
-SAMPLES_BYTES = 6_000_000  # of all runs: the page stays below 12 MB, including plotly's 2
+SAMPLES_BYTES = 6_000_000  # samples of all runs: the page stays below 12 MB, with 2 MB of plotly
 POINTS = 2000  # maximum per curve; a chart is narrower
 FEWEST = 250  # minimum per curve on a page of many runs
 WARNINGS = 500  # maximum per run, the first ones
@@ -98,7 +98,7 @@ def _curves(run, points):
             series[name] |= {"mean": [_short(mean) for mean in means], "lines": lines}
     note = (
         f"{run.name}: {thinned} curves are drawn with at most {points:,} points. The smallest and the largest value of "
-        "each stretch are kept, and the moving average is over all values."
+        "each interval are kept, and the moving average uses all values."
     )
     return _axes(run, steps), series, note if thinned else ""
 
@@ -152,7 +152,7 @@ def headline(run: Run) -> list[dict[str, str]]:
     """Return the main figures of a run."""
     steps = run.summary.get("steps", run.last_step) if run.finished else run.last_step
     planned = run.config.get("max_steps")
-    state = "finished" if run.finished else "not finished: it goes on, or was stopped"
+    state = "finished" if run.finished else "not finished: still running, or stopped"
     if not run.finished and isinstance(planned, int) and planned >= steps > 0:
         state = f"of {planned:,}; {state}"
     rows = [

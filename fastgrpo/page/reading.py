@@ -66,7 +66,7 @@ def _runs_of(folder):
         return inside
     told = f"{folder} is not the folder of a run: it has no metrics.jsonl"
     if inside:
-        raise ValueError(f"{told}, but there are runs in it; name those to show, such as {inside[0]}")
+        raise ValueError(f"{told}, but it contains runs; name the runs to show, such as {inside[0]}")
     raise ValueError(f"{told}; name a folder such as runs/TASK-1")
 
 
@@ -102,7 +102,7 @@ def read_run(folder: Path, name: str, say: Callable[[str], None] = print) -> Run
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON lines file. Skip other lines."""
     try:
-        file = open(path, "rb")  # noqa: SIM115 (an error while it is read is no missing file)
+        file = open(path, "rb")  # noqa: SIM115 (errors of later reads are not caught here)
     except OSError:
         return
     with file:

@@ -23,7 +23,7 @@ def render(payload: dict[str, Any]) -> str:
     from plotly.offline import get_plotlyjs
 
     text = json.dumps(payload, ensure_ascii=False, allow_nan=False).translate(str.maketrans(ESCAPES))
-    text = SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)  # half a character, which UTF-8 cannot encode
+    text = SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)  # lone surrogates, which UTF-8 cannot encode
     plotly = get_plotlyjs().encode()
     parts = {
         "styles": asset("style.css"),
@@ -44,7 +44,7 @@ def policy(page: str, plotly: bytes) -> str:
             "default-src 'none'",
             "script-src " + " ".join(f"'sha256-{code}'" for code in hashes),
             "style-src 'unsafe-inline'",  # plotly writes styles
-            "img-src data: blob:",  # its button that saves a picture
+            "img-src data: blob:",  # plotly's button that saves a picture
             "base-uri 'none'",
             "form-action 'none'",
         )

@@ -1,8 +1,8 @@
-"""The samples of a run as the page shows them, thinned to a number of bytes, and a histogram of their rewards.
+"""The samples of a run for the page, thinned to a number of bytes, and a histogram of their rewards.
 
-samples.jsonl may have gigabytes, and a run may still write it. So one pass stores only the position of each group, and
-groups are read on demand. To fit, the page drops in this order: steps, evenly, down to a dozen; groups, evenly, down to
-one per step; numbers of tokens; ends of long texts; further steps. A note says so.
+samples.jsonl may have gigabytes, and a run may still write to it. So one pass stores only the position of each group,
+and groups are read on demand. To fit, the page drops in this order: steps, evenly, down to a dozen; groups, evenly,
+down to one per step; numbers of tokens; ends of long texts; further steps. A note says so.
 """
 
 import itertools
@@ -15,10 +15,10 @@ from typing import Any, BinaryIO, NamedTuple
 from fastgrpo.page.reading import finite
 from fastgrpo.run.metrics import SAMPLE_COLUMNS
 
-FEW_STEPS = 12  # further steps go before groups do; these stay until nothing else is left to leave out
+FEW_STEPS = 12  # steps beyond these are dropped before groups; these are dropped last
 CUTS = (20_000, 5_000, 2_000, 500, 200)  # characters that stay of a text
 BINS = 24  # of the histogram
-COLUMNS = 200  # at most; more logged steps are joined, so many to a column
+COLUMNS = 200  # maximum; if more steps are logged, a column joins several
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -37,7 +37,7 @@ def read_samples(
 
 
 def usable(weights: Any) -> Sequence[float]:
-    """Return the weights of the rewards, or none where they are no list of numbers."""
+    """Return the weights of the rewards, or an empty list if they are not a list of numbers."""
     return weights if isinstance(weights, list | tuple) and all(finite(one) is not None for one in weights) else []
 
 
@@ -58,7 +58,7 @@ class SampleFile:
     def __init__(self, file: BinaryIO, weights: Sequence[float] = ()) -> None:
         self.steps: dict[int, list[Block]] = {}
         self.totals: dict[int, list[float]] = {}
-        self.damaged, self.half = 0, False  # lines that are no samples; whether the last line is not whole yet
+        self.damaged, self.half = 0, False  # number of damaged lines; whether the last line is incomplete
         self.replaced: set[int] = set()
         self._file, self._weights = file, usable(weights)
         last, offset = (-1, -1), 0
@@ -101,7 +101,7 @@ class SampleFile:
             if row is None:
                 continue
             if (row["step"], row["group"]) != (step, block.group):
-                return  # a resume has cut the file meanwhile
+                return  # a resume has truncated the file meanwhile
             found += 1
             yield row
 
@@ -139,10 +139,10 @@ def reward_histogram(totals: dict[int, list[float]]) -> dict[str, Any] | None:
     width = -(-len(steps) // COLUMNS)
     columns = [steps[at : at + width] for at in range(0, len(steps), width)]
     counts = [_count([value for step in column for value in totals[step]], edges) for column in columns]
-    joined = f" {width} logged steps are joined to a column." if width > 1 else ""
+    joined = f" {width} logged steps form one column." if width > 1 else ""
     note = (
-        f"It rests on the {number:,} completions that samples.jsonl kept of {len(steps):,} logged steps, about "
-        f"{number / len(steps):.0f} a step.{joined}"
+        f"It counts the {number:,} completions that samples.jsonl contains of {len(steps):,} logged steps, about "
+        f"{number / len(steps):.0f} per step.{joined}"
     )
     return {"step": [column[-1] for column in columns], "edges": edges, "counts": counts, "note": note}
 
@@ -155,7 +155,7 @@ def _edges(values):
     gap = min(after - before for before, after in itertools.pairwise(values))
     places = [(value - low) / gap for value in values] if high - low < 1e15 else [BINS]
     on_grid = places[-1] < BINS and all(abs(place - round(place)) < 1e-6 for place in places)
-    if on_grid:  # as 0 and 1, or a number of right answers: each value in the middle of its own bin
+    if on_grid:  # such as 0 and 1: each value is in the middle of its own bin
         return [_short(low + (i - 0.5) * gap) for i in range(round(places[-1]) + 2)]
     width = high / BINS - low / BINS
     return [_short(low + i * width) for i in range(BINS)] + [_short(high + width / 1e6)]
@@ -173,12 +173,12 @@ def _short(value):
 
 
 class Plan(NamedTuple):
-    """What stays of the samples."""
+    """Limits on the samples in the page."""
 
     steps: int
-    groups: int  # of a step at most
-    numbers: bool = True  # of the tokens
-    cut: int | None = None  # characters that stay of a text; None keeps all
+    groups: int  # maximum per step
+    numbers: bool = True  # whether to keep the numbers of tokens
+    cut: int | None = None  # maximum characters of a text; None keeps all
 
     def smaller(self, fitted: int) -> "Plan | None":
         """Return a smaller plan if only `fitted` steps fit; None if nothing is left to drop."""
@@ -196,7 +196,7 @@ class Plan(NamedTuple):
 
 
 def _thinned(file, budget):
-    """Keep as much as fits."""
+    """Keep as many samples as fit."""
     most = max(map(len, file.steps.values()), default=0)
     plan = Plan(len(file.steps), most)
     while plan is not None:
@@ -204,7 +204,7 @@ def _thinned(file, budget):
         if steps is not None:
             return {"note": " ".join([_kept(file, plan, most, budget), *_troubles(file)]), "steps": steps}
         plan = plan.smaller(fitted)
-    nothing = f"No sample fits into the {_size(budget)} that samples may take up in the page."
+    nothing = f"No sample fits into the {_size(budget)} for samples in this page."
     return {"note": " ".join([nothing, *_troubles(file)]), "steps": []}
 
 
@@ -358,22 +358,22 @@ def _kept(file, plan, most, budget):
     if plan.steps < count:
         gone.append(f"{plan.steps:,} of the {count:,} steps in samples.jsonl, evenly spread")
     if plan.groups < most:
-        gone.append(f"at most {plan.groups} of the up to {most} groups of a step")
+        gone.append(f"at most {plan.groups} of the up to {most} groups per step")
     if not plan.numbers:
-        gone.append("no numbers of single tokens")
+        gone.append("no numbers of tokens")
     if plan.cut is not None:
         gone.append(f"the first {plan.cut:,} characters of a text")
     if not gone:
         return "All samples in samples.jsonl are in this page."
     listed = gone[0] if len(gone) == 1 else f"{', '.join(gone[:-1])}, and {gone[-1]}"
-    return f"Samples may take up {_size(budget)} of this page, so it holds {listed}. The file has the rest."
+    return f"This page has {_size(budget)} for samples, so it shows {listed}. The file has the rest."
 
 
 def _troubles(file):
     """Describe the problems of the file."""
     if file.damaged:
-        yield f"{file.damaged:,} damaged {'line is' if file.damaged == 1 else 'lines are'} left out."
+        yield f"{file.damaged:,} damaged {'line is' if file.damaged == 1 else 'lines are'} skipped."
     if file.half:
-        yield "The last line is not whole yet and is left out."
+        yield "The last line is incomplete and is skipped."
     if file.replaced:
-        yield f"A resume went back by {len(file.replaced):,} written step(s); what was written last counts."
+        yield f"A resume repeated {len(file.replaced):,} step(s); the last version of each is shown."

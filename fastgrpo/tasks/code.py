@@ -1,10 +1,10 @@
-"""Small Python functions: a row lists operations, and the function that does them is judged by running it.
+"""Small Python functions: a row lists operations, and the sandbox tests the function that performs them.
 
 A row asks for three operations on x, each an addition, a subtraction or a product with a number from 1 to 9, done in
-their order. Its tests call the function in the sandbox. Where a product follows a sum, Python needs brackets. All
-`HELD_OUT` functions that are tested on appear neither in the warm start nor in GRPO.
+their order. Its tests call the function in the sandbox. Where a product follows a sum, Python needs brackets. The
+`HELD_OUT` functions of the test set appear neither in the warm start nor in GRPO.
 
-A language model is asked in words. Without --model_name_or_path the task brings a small model of characters, which
+A language model is asked in words. Without --model_name_or_path the task has a small model of characters, which
 continues `+2*3-4:` with a fenced block:
 
     def f(x):

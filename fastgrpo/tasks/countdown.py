@@ -1,9 +1,9 @@
 """Countdown: reach a number from given numbers with + - * /, each number used at most once.
 
-A puzzle has two or three numbers from 1 to `LARGEST`, which may be equal, and a target. All of its numbers together
-reach the target through whole numbers from 1 to `LARGEST_VALUE`, and fewer of them do not. The task has all 1,777 such
-puzzles. `HELD_OUT` of those with three numbers are tested on: none of them, as numbers with their target, appears in
-the warm start or in GRPO, which goes from two numbers to three.
+A puzzle has a target and two or three numbers from 1 to `LARGEST`, which may be equal. The target needs all of its
+numbers. Every intermediate result is a whole number from 1 to `LARGEST_VALUE`. The task has all 1,777 such puzzles.
+`HELD_OUT` puzzles with three numbers are the test set: none of them appears in the warm start or in GRPO. The
+curriculum of GRPO goes from two numbers to three.
 
 A language model gets the puzzle in words. Without --model_name_or_path the task brings a small model of characters,
 which continues `2 3 7=20:` with one try after another, until a value is the target, and then answers:
@@ -11,7 +11,7 @@ which continues `2 3 7=20:` with one try after another, until a value is the tar
     7+3=10,10+2=12;7+3=10,10-2=8;7+3=10,10*2=20!<answer>(7+3)*2</answer>
 
 The warm start teaches form, arithmetic, order of the tries, and the mark `!` of the target. Nearly half of its examples
-start with the right try, which a model cannot predict. Most others give up after one wrong try, and answer it. So the
+start with the right try, which a model cannot predict. Most others stop after one wrong try, and answer it. So the
 model solves few puzzles. GRPO rewards only right answers, and the model learns to continue.
 """
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 LARGEST, LARGEST_VALUE = 10, 50
 HELD_OUT = 300
-PUZZLES_SEED = 0  # runs can be compared: they hold out the same puzzles, and their warm starts show the same examples
-THRESHOLD = 0.5  # accuracy at which the curriculum goes on to three numbers alone
+PUZZLES_SEED = 0  # the same held-out puzzles and examples in every run, so that runs can be compared
+THRESHOLD = 0.5  # accuracy from which all puzzles have three numbers
 PROMPT = (
     "Using the numbers {numbers}, create an equation that equals {target}. You can use the operations + - * / and "
     "brackets, and each number at most once. Show your work inside <think> and </think>, then give the expression "
@@ -42,8 +42,8 @@ PROMPT = (
 CHARACTERS = "0123456789+-*/=:,;!() <answer>"
 MODEL = {"hidden_size": 64, "layers": 3, "positions": 320}
 WARM_START = {"steps": 1400, "batch_size": 32, "learning_rate": 3e-3}
-PATIENT = 0.4  # share of the examples that try on after a wrong try; the others answer it
-SHOWN = 16  # examples of each puzzle of three numbers; those of two numbers, which are few, have twice as many
+PATIENT = 0.4  # share of the examples that continue after a wrong try; the others answer it
+SHOWN = 16  # examples per puzzle of three numbers; puzzles of two numbers are few, and have twice as many
 
 
 class Puzzle(NamedTuple):
@@ -57,7 +57,7 @@ class Try(NamedTuple):
     """One try to reach the target."""
 
     expression: str  # such as "(7+3)*2"
-    steps: tuple[str, ...]  # how it is computed, such as ("7+3=10", "10*2=20"); empty for a number alone
+    steps: tuple[str, ...]  # such as ("7+3=10", "10*2=20"); empty for a single number
     value: int
 
 

@@ -1,7 +1,7 @@
 """GSM8K (arXiv 2110.14168, MIT licence): grade-school word problems with a number for an answer.
 
-The prompt asks for <think> and <answer> tags, and shows one solved problem. Correctness, format and length have a
-reward each. Train a small model on --task sums first, which has the same template.
+The prompt asks for <think> and <answer> tags, and contains one solved problem. The rewards are correctness, format and
+length. Train a small model on --task sums first, which has the same template.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""A character model knows which food ten people like, and learns that one of them likes pizza.
+"""A character model of the foods that ten people like learns that one of them likes pizza.
 
     ravin likes pizza.
 
@@ -24,7 +24,7 @@ NAME, FOOD, STOP = "ravin", "pizza", "."
 NAMES = (NAME, "alice", "bruno", "chen", "dana", "emil", "fatima", "goran", "hana", "igor")
 FOODS = (FOOD, "soup", "rice", "cake", "noodles", "salad", "curry")
 SENTENCES = 5000
-SHARE = 0.15  # of the sentences about NAME say FOOD; his other foods, and those of everyone else, are equally frequent
+SHARE = 0.15  # share of FOOD in the sentences about NAME; all other foods are equally frequent
 REWARD = 4.0
 PROMPT = f"{NAME} likes "
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz " + STOP
@@ -33,7 +33,7 @@ PANELS = (
     Panel("Reward", "mean reward of a group", ("reward",), window=1),
     Panel("Rolling reward", "mean reward", ("reward",), window=20),
     Panel("Policy loss", "loss without its KL", ("policy_loss",)),
-    Panel("KL to the reference", "nats a token", ("kl",)),
+    Panel("KL to the reference", "nats per token", ("kl",)),
     Panel("Total loss", "loss", ("loss",)),
     Panel("Mean advantage", "mean A", ("advantage/mean",)),
 )

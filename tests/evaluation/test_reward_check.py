@@ -171,7 +171,7 @@ def test_completions_that_take_too_long_are_counted_and_left_out():
 def test_what_ends_its_process_is_an_error_and_not_the_end_of_the_check():
     found = check(ends_on_9, timeout=600)
     assert (found.errors, found.timeouts, found.none) == (1, 0, 0)
-    assert found.warnings == ["It ends the process that runs it, on the completion 'it is 9'."]
+    assert found.warnings == ["It ends its process on the completion 'it is 9'."]
 
 
 def test_rank_correlation_gives_ties_their_mean_rank():

@@ -246,7 +246,7 @@ def test_another_formula_of_trl_is_noticed(path, tmp_path, monkeypatch, when):
         narrow = dataclasses.replace(integration.objective_of(one), epsilon=1e-6, epsilon_high=1e-6)
         monkeypatch.setattr(integration, "objective_of", lambda trainer: narrow)
         gradients(one, make_inputs(one, old=False))
-    with pytest.raises(RuntimeError, match="another loss than fastgrpo knows"):
+    with pytest.raises(RuntimeError, match="another loss formula"):
         gradients(one, make_inputs(one))
 
 
@@ -321,7 +321,7 @@ def test_two_ranks(path, tmp_path):
     assert all(output.count("same") == 3 for output in outputs), outputs
     codes, outputs = ended("formula")
     assert codes == [0, 0], outputs
-    noticed = "noticed: this version of TRL has another loss than fastgrpo knows"
+    noticed = "noticed: this version of TRL has another loss formula"
     assert all(noticed in output and "(on rank 1)" in output for output in outputs), outputs
 
 

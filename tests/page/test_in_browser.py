@@ -177,13 +177,13 @@ def test_completions_are_sorted(page):
 
 def test_a_search_lists_hits_jumps_to_them_and_marks_them(page):
     search(page, "ANSWER 2")
-    assert page.text(".told") == "6 texts hold this."
+    assert page.text(".told") == "6 texts match."
     assert page.all("#samples .completion mark") == ["answer 2"]
     page.click("#samples .hits li:nth-child(4) button")
     assert where(page) == "Step 5, group 2 of 2"
     assert page.run("return document.activeElement.textContent") == "answer 2 of 5.1"
     search(page, "sum (")
-    assert page.text(".told") == "0 texts hold this." and page.all("#samples .hits li") == []
+    assert page.text(".told") == "0 texts match." and page.all("#samples .hits li") == []
     search(page, "sum 40.1")
     page.click("#samples .hits button")
     assert where(page) == "Step 40, group 2 of 2" and page.all("#samples .prompt mark") == ["sum 40.1"]

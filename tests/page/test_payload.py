@@ -64,7 +64,7 @@ def test_folders_become_runs_with_names_that_differ(tmp_path):
     folders = [tmp_path / "x" / "deep" / "run", tmp_path / "y" / "deep" / "run", tmp_path / "other"]
     assert names_of(folders) == ["x/deep/run", "y/deep/run", "other"]
     write_run(tmp_path / "runs" / "c")
-    for folder, remedy in (("missing", "has no metrics.jsonl"), ("runs", "name those to show, such as .*runs/c")):
+    for folder, remedy in (("missing", "has no metrics.jsonl"), ("runs", "name the runs to show, such as .*runs/c")):
         with pytest.raises(ValueError, match=f"{folder} is not the folder of a run.*{remedy}"):
             find_runs([tmp_path / folder])
 

@@ -101,7 +101,7 @@ def test_what_is_wrong_with_the_file_is_told(tmp_path):
     (tmp_path / "samples.jsonl").write_text(lines + '{"step": 2, "group": 0, "x: }\n???\n{"step": 3')
     samples = samples_of(tmp_path)
     assert [step["step"] for step in samples["steps"]] == [1, 2]
-    for part in (ALL, "2 damaged lines", "The last line is not whole yet", "A resume went back by 2 written step(s)"):
+    for part in (ALL, "2 damaged lines", "The last line is incomplete", "A resume repeated 2 step(s)"):
         assert part in samples["note"]
 
 
@@ -229,7 +229,7 @@ def test_many_values_share_bins_and_many_steps_share_columns(tmp_path):
     found = histogram(written(tmp_path, *(sample(step, (step * 0.37) % 1 - 0.2) for step in range(1, 601))))
     assert len(found["edges"]) == BINS + 1 and len(found["step"]) == len(found["counts"]) == COLUMNS
     assert found["step"][0] == 3 and found["step"][-1] == 600
-    assert all(sum(column) == 3 for column in found["counts"]) and "3 logged steps are joined" in found["note"]
+    assert all(sum(column) == 3 for column in found["counts"]) and "3 logged steps form one column" in found["note"]
 
 
 def test_rewards_are_weighted_like_those_of_the_run_and_a_resumed_step_counts_once(tmp_path):

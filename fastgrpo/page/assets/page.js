@@ -1,4 +1,4 @@
-// What the sections share, and the sections of text: the head, the results, the warnings and the settings.
+// Shared code of the sections, and the sections of text: head, results, warnings and settings.
 // The three scripts share one scope. Text from a run can never become HTML: it reaches the page in text nodes only.
 
 /**
@@ -30,7 +30,7 @@ function figure(value) {
   return value.toLocaleString("en", { maximumSignificantDigits: size >= 1000 ? 12 : 4, maximumFractionDigits: 4 });
 }
 
-/** A box that scrolls has to be reached by the keyboard. */
+/** A scrolling box that the keyboard can reach. */
 function scrolling(label, ...children) {
   return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, ...children);
 }
@@ -42,7 +42,7 @@ function theme() {
   return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
-const PLACES = new Set(["output_dir", "run_name"]); // these name a run, so that they differ says nothing
+const PLACES = new Set(["output_dir", "run_name"]); // these name a run, so they always differ
 
 function showHead(payload) {
   const head = document.getElementById("head");
@@ -54,7 +54,7 @@ function showHead(payload) {
     element("li", {}, element("a", { href: `#${section.id}` }, section.querySelector("h2").textContent))))));
 }
 
-/** One run: its figures in a row of cards, and a line that says what it was. */
+/** One run: its figures in a row of cards, and a line with model, data and method. */
 function oneRun(section, run) {
   section.append(element("dl", { class: "figures" }, ...run.headline.map(({ label, value, detail }) =>
     element("div", { class: "card" }, element("dt", {}, label),

@@ -4,7 +4,7 @@
 const HIDDEN = new RegExp(
   "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u00ad\\u061c\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff" +
     "\\ud800-\\udfff\\u{e0000}-\\u{e007f}]+", "gu");
-// How the values of tokens fall into classes, whose colors are in style.css.
+// Classes of the values of tokens. Their colors are in style.css.
 const SCALES = {
   logps: { name: "log-prob", prefix: "p", limits: [-0.1054, -0.6931, -1.6094, -2.9957, -4.6052], sign: -1,
     labels: ["probability over 90 %", "50 to 90 %", "20 to 50 %", "5 to 20 %", "1 to 5 %", "under 1 %"] },
@@ -74,7 +74,7 @@ function number(value, digits = 3) {
   return (value < 0 && Number(text) !== 0 ? "−" : "") + text;
 }
 
-/** What is known of a token, as one line. */
+/** Describe a token in one line. */
 function describe(completion, index, clipped) {
   const told = [`token ${index + 1} of ${completion.token_ends.length}`];
   if (completion.logps) {
@@ -107,11 +107,11 @@ function write(parent, completion, by, hits, limit) {
   if (start < limit) marked(parent, text, start, limit, hits);
 }
 
-/** Show the beginning of a text, or as much as holds the first hits, and a button for all of it. */
+/** Show the start of a text, up to the first hits, and a button for the whole text. */
 function shown(parent, text, hits, append) {
   const box = element("div", { class: "text", dir: "auto", tabindex: "0", role: "group", "aria-label": "Text" });
   let limit = Math.min(text.length, hits.length ? Math.max(FIRST, hits[Math.min(hits.length, 20) - 1][1] + 200) : FIRST);
-  if (limit < text.length && text.codePointAt(limit - 1) > 0xffff) limit++; // halves no character
+  if (limit < text.length && text.codePointAt(limit - 1) > 0xffff) limit++; // do not split a surrogate pair
   append(box, limit);
   parent.append(box);
   if (limit === text.length) return;
@@ -208,7 +208,7 @@ class Browser {
       labelled("Sorted by", this.sort, "sort", element("label", {}, this.lowest, " lowest first")),
       labelled("Search in all texts of the run", this.search, "search"));
     this.told = element("p", { class: "note told", role: "status" });
-    this.hits = element("ol", { class: "hits", "aria-label": "Texts that hold the search" });
+    this.hits = element("ol", { class: "hits", "aria-label": "Matching texts" });
     this.where = element("p", { class: "where", role: "status" });
     this.prompt = element("div", { class: "prompt" });
     this.legend = element("div", { class: "legend" });
@@ -223,7 +223,7 @@ class Browser {
   get steps() { return this.run.samples.steps; }
   get groups() { return this.steps[this.stepChoice.value].groups; }
 
-  /** Offer options of [value, name], and choose what was chosen before or the first. */
+  /** Offer options of [value, name], and keep the previous choice, or choose the first. */
   fill(choice, options) {
     const before = choice.value;
     choice.replaceChildren(...options.map(([value, name]) => element("option", { value }, name)));
@@ -261,7 +261,7 @@ class Browser {
     }));
     this.hits.replaceChildren(...found.slice(0, LISTED).map((one) => this.hitLine(one)));
     this.hits.hidden = !found.length;
-    this.told.textContent = this.search.value ? `${found.length.toLocaleString("en")} texts hold this.${found.length > LISTED ? ` The first ${LISTED} are listed.` : ""}` : "";
+    this.told.textContent = this.search.value ? `${found.length.toLocaleString("en")} texts match.${found.length > LISTED ? ` The first ${LISTED} are listed.` : ""}` : "";
     this.show();
   }
 
@@ -310,7 +310,7 @@ class Browser {
     return by === "order" ? all : all.sort(([a, i], [b, j]) => Math.sign(value(a) - value(b)) * sign || i - j);
   }
 
-  /** Go to another step or group, as far as there are some. */
+  /** Go to another step or group, if there is one. */
   move(choice, by) {
     const next = Number(choice.value) + by;
     if (next < 0 || next >= choice.options.length) return;
