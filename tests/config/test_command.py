@@ -73,7 +73,7 @@ def test_bash_completes_flags(capsys, tmp_path):
     assert offered.splitlines() == ["--num_generations"] and registered.endswith("fastgrpo-train")
 
 
-def test_an_error_of_a_library_says_where_it_was_raised(capsys):
+def test_library_errors_show_where_they_were_raised(capsys):
     assert run_command(lambda argv: json.loads("{"), []) == 2
     first, second = capsys.readouterr().err.strip().splitlines()
     assert first.startswith("error: ") and re.search(r"decoder.py:\d+; --debug", second)
@@ -81,7 +81,7 @@ def test_an_error_of_a_library_says_where_it_was_raised(capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_bug_keeps_its_traceback_and_an_interrupt_is_no_mistake():
+def test_a_bug_keeps_its_traceback_and_an_interrupt_is_not_an_error():
     for error in (RuntimeError("a bug"), KeyError("a bug"), BrokenPipeError()):  # a pipe that is not the output
         with pytest.raises(type(error)):
             run_command(Mock(side_effect=error), [])
@@ -106,7 +106,7 @@ def test_errors_of_a_users_machine_are_explained(error, named):
 
 
 @pytest.mark.parametrize("lacking, several", [(None, True), ("RANK", False), ("MASTER_ADDR", False)])
-def test_a_launcher_sets_all_its_variables(monkeypatch, lacking, several):
+def test_needs_all_launcher_variables_for_several_processes(monkeypatch, lacking, several):
     """Batch systems and shells may leave a WORLD_SIZE behind."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value) if name != lacking else monkeypatch.delenv(name, raising=False)
@@ -131,7 +131,7 @@ def pipe(monkeypatch):
     streams[0].close()
 
 
-def test_a_command_whose_reader_has_left_ends_quietly(pipe, capfd):
+def test_exits_quietly_after_a_broken_pipe(pipe, capfd):
     _, reading = pipe()
     assert not reader_left()
     os.close(reading)

@@ -31,7 +31,7 @@ def written() -> str:
     return "\n".join(parts).replace(__version__, "VERSION")
 
 
-def test_help_is_what_the_snapshot_holds(monkeypatch):
+def test_help_equals_the_snapshot(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     assert written().splitlines() == HELP.read_text().splitlines(), "make settings writes tests/config/help.txt anew"
 

@@ -88,12 +88,12 @@ def refused(name, **settings):
 
 
 @pytest.mark.parametrize("name", [name for name in FIELDS if bounds(name)])
-def test_bounds_hold(name):
+def test_rejects_values_out_of_bounds(name):
     for value in outside(name):
         refused(name, **{name: (1.0, value) if get_origin(bare(KINDS[name])) is list else value})
 
 
-def test_choices_hold():
+def test_rejects_unknown_choices():
     chosen = [name for name in FIELDS if allowed(KINDS[name]).startswith(("one of", "any of"))]
     assert {"loss_type", "report_to", "dtype"} < set(chosen)
     for name in chosen:
@@ -109,13 +109,13 @@ def test_a_setting_without_effect_is_refused(name):
         GRPOConfig(**{**holds_not, name: value})
 
 
-def test_none_is_refused_where_it_means_nothing():
+def test_rejects_none_where_it_has_no_meaning():
     for name, kind in KINDS.items():
         if type(None) not in get_args(kind) and get_origin(bare(kind)) is not list and name != "disable_tqdm":
             refused(name, **{name: None})
 
 
-def test_every_mistake_is_named_at_once():
+def test_reports_all_wrong_values_at_once():
     with pytest.raises(ValueError, match=r"^beta must be .*\nmax_steps must be .*"):
         GRPOConfig(max_steps=2.5, beta="much")
     with pytest.raises(TypeError, match="GRPOConfig: unknown setting 'learning_rat'; did you mean 'learning_rate'"):
@@ -135,7 +135,7 @@ def test_values_of_another_type_or_size_are_refused(settings):
     refused(*settings, **settings)
 
 
-def test_what_a_resumed_run_may_change_are_settings():
+def test_resume_rules_name_existing_settings():
     assert FIELDS.keys() >= RESUME_MAY_CHANGE | RESUME_INEXACT and not RESUME_MAY_CHANGE & RESUME_INEXACT
 
 
@@ -166,7 +166,7 @@ def test_the_objective_gets_every_knob():
     assert GRPOConfig().objective.importance_sampling_mode == Objective().importance_sampling_mode
 
 
-def test_the_kl_is_corrected_as_in_trl_but_for_the_full_one():
+def test_bias_correction_of_the_kl_follows_trl_except_for_full():
     assert GRPOConfig(beta=0.1).objective.use_bias_correction_kl
     assert not GRPOConfig(beta=0.1, kl="full").objective.use_bias_correction_kl
     assert not GRPOConfig(beta=0.1, use_bias_correction_kl=False).objective.use_bias_correction_kl
@@ -180,7 +180,7 @@ def test_settings_are_a_frozen_dataclass():
         config.beta = 1
 
 
-def test_numpy_torch_sets_and_paths_are_taken():
+def test_accepts_numpy_torch_sets_and_paths():
     config = GRPOConfig(
         reward_weights=np.array([1.0, 2.0]), use_peft=np.True_, beta=torch.tensor(0.5), lora_target_modules={"b", "a"},
         output_dir=Path("runs") / "a", reward_funcs=[Path("own")],
@@ -190,7 +190,7 @@ def test_numpy_torch_sets_and_paths_are_taken():
     assert json.loads(json.dumps(dataclasses.asdict(config)))["output_dir"] == "runs/a"
 
 
-def test_keyword_arguments_become_their_json_text():
+def test_keyword_arguments_become_json_text():
     for value in ({"a": 1, "b": [True, None]}, '{"a": 1, "b": [true, null]}'):
         assert convert("extra", value, Keywords | None) == '{"a": 1, "b": [true, null]}'
     assert convert("extra", None, Keywords | None) is None
@@ -200,7 +200,7 @@ def test_keyword_arguments_become_their_json_text():
             convert("extra", value, Keywords | None)
 
 
-def test_what_a_trainer_reads_from_its_settings():
+def test_properties_that_the_trainer_reads():
     config = SFTConfig(batch_size=3, use_peft=True)
     assert (config.command, config.rows_per_step, config.updates_per_step) == ("sft", 3, 1)
     assert (config.folder_name, config.keeps_first_weights, config.learning_rate) == ("arithmetic-sft", True, 2e-5)

@@ -59,7 +59,7 @@ def test_trls_defaults_are_never_refused(defaults):
 
 
 @pytest.mark.parametrize("name", INSTEAD)
-def test_a_refused_argument_says_what_to_do_instead(name):
+def test_refused_arguments_name_an_alternative(name):
     with pytest.raises(ValueError, match=f"^{name}='anything' .{{20,}}"):
         GRPOConfig(**{name: "anything"})
     for value in (None, False, *ACCEPTED.get(name, ())):
@@ -93,7 +93,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("case", BATCHES)
-def test_batches(case, monkeypatch):
+def test_translates_batch_arguments(case, monkeypatch):
     """TRL's own record makes the same number of completions of a rollout, and as many updates of it."""
     arguments, prompts, updates, processes = BATCHES[case]
     trl = pytest.importorskip("trl", reason="TRL is not installed (extra: integrations)")
@@ -198,7 +198,7 @@ def test_contradictory_or_fractional_arguments_are_refused(named, arguments):
         ),
     ],
 )  # fmt: skip
-def test_translations(arguments, made):
+def test_translates_arguments(arguments, made):
     config = GRPOConfig(**arguments)
     assert {name: getattr(config, name) for name in made} == made
 
@@ -224,7 +224,7 @@ def test_generation_kwargs_become_settings(form):
     [({"top_k": 3, "do_sample": False}, "has do_sample=.*temperature"), ({"num_beams": 4}, "has num_beams="),
      ({"suppress_tokens": [3]}, "has suppress_tokens="), ("top_k=3", "must be a dict"), ("[1]", "must be a dict")],
 )  # fmt: skip
-def test_other_options_of_generation_are_refused(given, named):
+def test_rejects_other_generation_options(given, named):
     with pytest.raises(ValueError, match=f"^generation_kwargs {named}"):
         GRPOConfig(generation_kwargs=given)
 

@@ -57,14 +57,14 @@ RECORDS = {"_one_source_of_rows": SFTConfig}  # the record that has a rule's set
 
 
 @pytest.mark.parametrize("rule, settings", [(rule, each) for rule, cases in CASES.items() for each in cases])
-def test_settings_that_do_not_go_together(rule, settings):
+def test_rejects_contradictory_settings(rule, settings):
     first = next(iter(settings))
     with pytest.raises(ValueError, match=first) as error:
         RECORDS.get(rule, GRPOConfig)(**settings)
     assert "\n" not in str(error.value) and not str(error.value).startswith(f"{first} has an effect only")
 
 
-def test_every_rule_has_its_case_and_looks_at_settings_that_exist():
+def test_every_rule_has_a_case_and_reads_existing_settings():
     assert [rule.__name__ for rule in validation.RULES] == list(CASES)
     for rule in validation.RULES:
         record = RECORDS.get(rule.__name__, GRPOConfig)()
@@ -76,19 +76,19 @@ def test_every_rule_has_its_case_and_looks_at_settings_that_exist():
     [{"loss_type": "luspo"}, {"loss_type": "sapo", "delta": 2.0},
      {"loss_type": "vespo", "importance_sampling_mode": "sequence_mask"}],
 )  # fmt: skip
-def test_what_the_loss_refuses_is_refused_with_the_settings(settings):
+def test_settings_reject_what_the_loss_rejects(settings):
     with pytest.raises(ValueError, match=r"luspo|delta|vespo"):
         GRPOConfig(**settings)
 
 
-def test_the_edge_of_a_rule_is_allowed():
+def test_accepts_values_at_the_edge_of_a_rule():
     assert GRPOConfig(metric_for_best_model="eval/accuracy", eval_steps=10, save_steps=20).save_steps == 20
     edge = GRPOConfig(updates_per_rollout=8, soft_punish_cache=512, eval_num_generations=256)
     assert (edge.updates_per_rollout, edge.soft_punish_cache) == (edge.prompts_per_step, edge.max_completion_length)
     assert edge.eval_num_generations == edge.max_num_seqs
 
 
-def test_rules_hold_for_every_record_that_has_their_settings():
+def test_rules_apply_to_every_record_with_their_settings():
     @settings_class
     class Measuring(EvaluationConfig, EngineConfig, Settings):
         pass

@@ -14,7 +14,7 @@ QUESTION = {"role": "user", "content": "one"}
 ANSWER = {"role": "assistant", "content": "two"}
 
 
-def test_prompts():
+def test_reads_prompts_of_every_form():
     columns = {"answer": 3, "function": "f", "completion": "c", "prompt ": "p", "self": 1}
     plain = to_prompt({"prompt": "ab", **columns}, tiny.tokenizer())
     assert plain == Prompt(plain.ids, "ab", columns) and len(plain.ids) == 2
@@ -72,12 +72,12 @@ NO_EXAMPLES = [
 @pytest.mark.parametrize(
     "read, row", [*((to_prompt, row) for row in REFUSED), *((to_examples, row) for row in NO_EXAMPLES)]
 )
-def test_rows_that_cannot_be_read_or_teach_nothing_are_refused(read, row):
+def test_rejects_unreadable_or_empty_rows(read, row):
     with pytest.raises(ValueError, match=r"a row must|column|prompt|completion|messages"):
         read(row, tiny.tokenizer(chat=True))
 
 
-def test_what_users_of_trl_have_works():
+def test_reads_rows_that_trl_reads():
     """Messages with further keys, calls of tools without content, an empty system prompt; the row stays as it is."""
     chat = tiny.tokenizer(chat=True)
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
@@ -97,7 +97,7 @@ TEMPLATES = {
 }  # fmt: skip
 
 
-def test_templates_and_tokenizers_may_fail_in_any_way(monkeypatch):
+def test_reports_any_failure_of_templates_and_tokenizers(monkeypatch):
     chat = tiny.tokenizer(chat=True)
     for chat.chat_template, error in TEMPLATES.items():
         with pytest.raises(ValueError, match=f"chat template fails on the prompt 'hi': {error}"):
@@ -111,7 +111,7 @@ def test_templates_and_tokenizers_may_fail_in_any_way(monkeypatch):
         to_prompt({"prompt": "hi"}, chat)
 
 
-def test_copies_share_nothing_that_can_be_changed(monkeypatch):
+def test_copies_share_no_mutable_objects(monkeypatch):
     row = {"grid": [[1, 2.0], [None, "a"]], "case": {"in": [b"x"], "out": {"y": [True]}}, "marks": [{1, 2}, (3, [4])]}
     before, copy = deepcopy(row), copied(row)
     assert copy == row
@@ -124,7 +124,7 @@ def test_copies_share_nothing_that_can_be_changed(monkeypatch):
     assert copied(row["grid"]) == row["grid"]
 
 
-def test_a_completion_is_learned_with_its_end_and_without_a_beginning():
+def test_completion_tokens_include_eos_but_not_bos():
     tokenizer = tiny.tokenizer()
     [example] = to_examples({"prompt": "one", "completion": "two"}, tokenizer)
     assert example.prompt_ids == tokenizer("one")["input_ids"]
@@ -132,7 +132,7 @@ def test_a_completion_is_learned_with_its_end_and_without_a_beginning():
     assert len(example) == len(example.prompt_ids) + len(example.ids)
 
 
-def test_messages_are_an_example_for_each_answer():
+def test_messages_give_one_example_per_answer():
     tokenizer = tiny.tokenizer(chat=True)
     talk = [{"role": "system", "content": "s"}, QUESTION, ANSWER, QUESTION, {"role": "assistant", "content": "three"}]
     first, second = to_examples({"messages": talk}, tokenizer)
@@ -151,7 +151,7 @@ def with_end(end, start="]"):
     return tokenizer
 
 
-def test_what_is_learned_ends_where_a_rollout_stops():
+def test_completions_end_at_the_rollouts_stop_token():
     """At the template's own end where it is a stop token; by the end token, behind the template's text, where not."""
     row, ids = {"prompt": [QUESTION], "completion": [ANSWER]}, lambda text: tiny.tokenizer()(text)["input_ids"]
     assert to_examples(row, with_end("<eos>"))[0].ids == [*ids("two"), 1]

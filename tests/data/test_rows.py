@@ -13,7 +13,7 @@ from fastgrpo.data.rows import Rows, as_rows, joined, load_rows, read_jsonl
 DATA = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}]
 
 
-def test_files_and_folders(tmp_path):
+def test_reads_files_and_folders(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"a": 1}\n\n{"a": 2}\n')
     (tmp_path / "test.jsonl").write_bytes(b'\xef\xbb\xbf{"a": "caf\xc3\xa9"}\r\n')  # a byte order mark
     test = [{"a": "caf\u00e9"}]
@@ -31,14 +31,14 @@ BAD = ["{oops", "[" * 100_000, "9" * (sys.get_int_max_str_digits() + 1), '{"a": 
 
 
 @pytest.mark.parametrize("line", BAD, ids=lambda line: line[:4])
-def test_a_bad_line_is_named(tmp_path, line):
+def test_errors_name_the_bad_line(tmp_path, line):
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"a": 1}}\n{line}\n')
     with pytest.raises(ValueError, match=f"{path}:2: "):
         read_jsonl(path, columns=("a",))
 
 
-def test_what_is_no_file_is_not_opened(tmp_path):
+def test_rejects_paths_that_are_not_files(tmp_path):
     (tmp_path / "train.jsonl").mkdir()
     with pytest.raises(ValueError, match=r"train\.jsonl is a folder"):
         load_rows(str(tmp_path))
@@ -102,7 +102,7 @@ def refuse_b(row):
     return {**row, "seen": True}
 
 
-def test_a_fault_is_told_with_the_place_of_its_row_even_after_rows_were_changed_cut_and_joined():
+def test_errors_name_the_original_row_after_map_slice_and_concatenation():
     rows = as_rows(DATA, "mine")
     assert len(rows) == 3 and rows[1] is DATA[1]
     assert list(as_rows(DATA[::2], "mine").map(refuse_b)) == [{**row, "seen": True} for row in DATA[::2]]
@@ -127,13 +127,13 @@ def test_sequences_are_accepted(data):
 
 
 @pytest.mark.parametrize("data", [Stream(), datasets.IterableDataset.from_generator(lambda: iter(Stream()))])
-def test_a_stream_is_read_as_far_as_it_is_needed(data):
+def test_reads_only_the_needed_rows_of_a_stream(data):
     assert list(as_rows(data, "train_dataset", 5)) == [*DATA, *DATA[:2]]
     with pytest.raises(ValueError, match=r"eval_dataset is of type \w+; it may be infinite, so pass max_eval_samples"):
         as_rows(data, "eval_dataset", None, "max_eval_samples")
 
 
-def test_the_types_of_a_data_frame_become_plain(tmp_path):
+def test_data_frame_values_become_plain_python(tmp_path):
     messages = [{"role": "user", "content": "hi"}]
     pandas.DataFrame({"prompt": [messages], "n": [3], "x": [0.5]}).to_parquet(tmp_path / "rows.parquet")
     (row,) = as_rows(pandas.read_parquet(tmp_path / "rows.parquet"), "train_dataset")
@@ -147,6 +147,6 @@ def test_the_types_of_a_data_frame_become_plain(tmp_path):
     ((row for row in DATA), r"list\(...\)"), (map(dict, DATA), r"list\(...\)"), ("train.jsonl", "load_rows"),
     ({"a", "b"}, "pass rows"), (pandas.Series(DATA), "pass rows"), (7, "pass rows"),
 ])  # fmt: skip
-def test_other_data_is_refused_by_name(data, remedy):
+def test_rejects_other_data_by_type(data, remedy):
     with pytest.raises(ValueError, match=f"train_dataset is of type {type(data).__name__}; .*{remedy}"):
         as_rows(data, "train_dataset", 5)

@@ -68,7 +68,7 @@ def levels():
     ]
 
 
-def test_a_curriculum_moves_on_by_accuracy_and_stays_at_the_end():
+def test_curriculum_advances_by_accuracy_and_stays_at_the_last_level():
     curriculum = Curriculum(levels())
     seen = []
     for accuracy in (1.0, 0.6, 0.7, 0.9, 0.9, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0):

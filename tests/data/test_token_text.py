@@ -55,7 +55,7 @@ def test_tokens_in_any_order_rise_to_the_whole_text(made, draws):
     assert ends == sorted(ends) and ends[-1] == len(tokenizer.decode(ids, skip_special_tokens=True))
 
 
-def test_few_tokens_are_decoded_at_once(monkeypatch):
+def test_decodes_each_token_with_few_others(monkeypatch):
     """A token once where its neighbours do not matter; elsewhere with few tokens before it."""
     tokenizer = tiny.tokenizer()
     decoded, decode = [], tokenizer.decode
@@ -68,7 +68,7 @@ def test_few_tokens_are_decoded_at_once(monkeypatch):
     assert sorted(decoded)[-2] <= 8 and len(decoded) < 3 * len(ids)
 
 
-def test_parts_end_with_tokens():
+def test_parts_end_at_token_boundaries():
     tokenizer = tiny.tokenizer()
 
     def ids(text):

@@ -21,7 +21,7 @@ def vote(answers, right):
 
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(st.lists(st.sampled_from(["a", "b", "c", "d", None]), min_size=1, max_size=9), st.booleans())
-def test_both_are_means_over_all_subsets(answers, both):
+def test_pass_at_k_and_maj_at_k_are_means_over_all_subsets(answers, both):
     n, worth = len(answers), {"a": True, "b": both, "c": False, "d": False, None: False}
     right = [worth[answer] for answer in answers]
     for k in range(1, n + 1):
@@ -41,7 +41,7 @@ def test_a_vote_that_is_always_right_is_exactly_1(n):
     assert maj_at_k(range(1, n + 1), [True] * n, n) == 1.0
 
 
-def test_many_draws_and_counts_that_cannot_be():
+def test_handles_many_draws_and_rejects_impossible_counts():
     answers = [i % 40 for i in range(200)]
     right = [answer == 0 for answer in answers]
     assert maj_at_k(answers, right, 200) == pytest.approx(1 / 40) == maj_at_k(answers, right, 1)
@@ -52,7 +52,7 @@ def test_many_draws_and_counts_that_cannot_be():
             estimate(*arguments)
 
 
-def test_wilson():
+def test_wilson_interval_equals_published_values():
     # Newcombe 1998, table I: 81 of 263 and 0 of 20 at 95%.
     assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
     assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
@@ -60,7 +60,7 @@ def test_wilson():
     assert high == 1.0 and low == pytest.approx(0.8389, abs=5e-5)
 
 
-def test_the_bootstrap_covers_and_is_the_same_every_time():
+def test_bootstrap_has_coverage_and_is_deterministic():
     rng = np.random.default_rng(1)
     hits = 0
     for _ in range(100):

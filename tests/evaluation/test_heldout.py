@@ -17,7 +17,7 @@ def evaluation():
     return Evaluation(values, {"eval/accuracy": (0.1, 0.9)}, rows, ["note: something"])
 
 
-def test_what_an_evaluation_shows():
+def test_summary_shows_accuracy_pass_at_k_and_notes():
     shown = evaluation()
     assert shown.cell("eval/accuracy") == "0.500 [0.100, 0.900]"
     assert shown.cell("eval/mean_length") == "12.000" and shown.cell("eval/maj@4") == ""
@@ -38,7 +38,7 @@ def test_too_many_draws_are_refused():
         evaluate(None, None, [], None, SamplingParams(), TrainerState(0, 0, 0.0, 8), num_generations=MAX_DRAWS + 1)
 
 
-def test_progress_is_told_from_the_first_tokens_to_the_end():
+def test_reports_progress_from_the_first_token_to_the_end():
     """Its rate is known long before the first completion has ended, and greedy completions and draws fill it once."""
     told, rows = [], [{"prompt": text} for text in ("ab", "cde", "f")]
     engine = RolloutEngine(tiny.model(vocab_size=258), max_num_seqs=4)

@@ -115,7 +115,7 @@ def test_a_good_reward_has_no_warning(function):
     assert found.warnings == [] and found.errors == found.none == found.timeouts == 0 and found.spread == 1
 
 
-def test_the_figures():
+def test_reports_mean_deviation_spread_and_time():
     found = check(good)
     flat = torch.tensor(NUMBERS, dtype=torch.float64).flatten()
     assert found.mean == pytest.approx(flat.mean().item())
@@ -132,7 +132,7 @@ def test_the_figures():
     (mutates, r"changes its arguments \(completions\)"), (mutates_async, r"changes its arguments \(answer\)"),
     (lambda completions, **columns: good(completions), "cannot be pickled"),
 ])  # fmt: skip
-def test_each_fault_is_told_alone(function, words):
+def test_each_fault_gives_exactly_one_warning(function, words):
     (warning,) = check(function).warnings
     assert re.search(words, warning), warning
 
@@ -149,13 +149,13 @@ def test_completions_may_lack_what_a_check_needs():
     (misses, "needs the column 'solution'"), (raises, "RuntimeError: no such thing"),
     (lambda **_: [1.0], "must return a list"), (lambda **_: [None] * 12, "gives no completion a reward"),
 ])  # fmt: skip
-def test_faults_that_leave_no_reward(function, words):
+def test_faults_without_any_reward(function, words):
     found = check(function)
     assert any(words in warning for warning in found.warnings) and math.isnan(found.mean)
     assert (found.errors, found.none) == ((0, 12) if "gives" in words else (12, 0))
 
 
-def test_completions_that_take_too_long_are_counted_and_left_out():
+def test_slow_completions_are_counted_and_skipped():
     found = check(hangs_on_9, timeout=2)
     assert (found.timeouts, found.none, found.errors) == (1, 0, 0)
     assert found.best[1] == 8 and found.spread == 1
@@ -168,7 +168,7 @@ def test_completions_that_take_too_long_are_counted_and_left_out():
     assert check(own, timeout=3).warnings == [] and own.seconds == 3
 
 
-def test_what_ends_its_process_is_an_error_and_not_the_end_of_the_check():
+def test_a_crashing_reward_is_an_error_and_the_check_continues():
     found = check(ends_on_9, timeout=600)
     assert (found.errors, found.timeouts, found.none) == (1, 0, 0)
     assert found.warnings == ["It ends its process on the completion 'it is 9'."]

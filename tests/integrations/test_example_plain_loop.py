@@ -19,7 +19,7 @@ def test_a_model_is_taken_by_its_name_and_may_lack_a_padding_token(tmp_path, mon
     assert len(plain_loop.main(tiny.save(tmp_path / "model", padding=False))) == 2
 
 
-def test_what_follows_a_stop_token_is_masked_and_prompts_of_any_length_are_read_alike(monkeypatch):
+def test_masks_tokens_after_the_stop_token_and_ignores_prompt_padding(monkeypatch):
     model, tokenizer = character_model("abc", seed=0, layers=1)
     a, b, c = tokenizer("abc")["input_ids"]
     stop = tokenizer.eos_token_id

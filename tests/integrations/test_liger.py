@@ -57,7 +57,7 @@ def test_liger_need_not_be_installed(monkeypatch):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_loss_is_the_truth_and_ligers_where_that_is_right(name):
+def test_every_loss_equals_the_reference_and_liger_where_liger_is_right(name):
     knobs, options = CASES[name]
     p = batch(**options)
     true = truth(p, knobs)
@@ -80,7 +80,7 @@ def arguments(p, knobs, **more):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_loss_per_token_is_the_truth(name):
+def test_every_token_loss_equals_the_reference(name):
     """Any sum over the tokens, negative weights too, is that of the truth, and so is its gradient."""
     knobs, options = CASES[name]
     p = batch(**options)
@@ -98,7 +98,7 @@ def test_every_loss_per_token_is_the_truth(name):
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo", "grpo"])
-def test_tokens_of_the_step(loss_type):
+def test_divides_by_the_tokens_of_the_step(loss_type):
     p, knobs = batch(), {"loss_type": loss_type, "epsilon_high": 1.5}
     true = truth(p, knobs, num_items=37)
     assert gap(run_class(LigerFusedLinearGRPOLoss, p, knobs, num_items=37), true) <= CLOSE
@@ -108,7 +108,7 @@ def test_tokens_of_the_step(loss_type):
 
 
 @pytest.mark.parametrize("use_ref_model", [True, False])
-def test_the_reference_by_its_states(use_ref_model):
+def test_accepts_hidden_states_of_the_reference(use_ref_model):
     p, noise = batch(), torch.Generator().manual_seed(1)
     states = {
         "ref_input": p.hidden + 0.3 * torch.randn(p.hidden.shape, generator=noise),
@@ -139,7 +139,7 @@ def test_padding_is_not_read(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes(dtype):
+def test_losses_accept_other_dtypes(dtype):
     """A frozen head has no gradient, nor have inputs to which Liger gives none."""
     p = batch(ratio="token")
     constants = [x.requires_grad_() for x in (p.advantages, p.old_logps, p.ref_logps, p.ratio)]
@@ -183,7 +183,7 @@ def test_the_gradient_overwrites_the_logits_only_in_the_backward(name):
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 3)])
-def test_sequences_without_tokens(lengths):
+def test_accepts_sequences_without_tokens(lengths):
     p, knobs = batch(lengths), CASES["grpo-corrected"][0]
     loss, metrics, gradients = run_function(triton_grpo_loss, p, knobs)
     assert gap((loss, metrics, {}), run_class(LigerFusedLinearGRPOLoss, p, knobs)) <= CLOSE
@@ -221,7 +221,7 @@ def count_on_rank(rank, folder):
     dist.destroy_process_group()
 
 
-def test_two_processes_divide_by_two(tmp_path):
+def test_two_processes_share_the_token_count(tmp_path):
     """DDP averages the gradients: each process divides by the tokens of all over the processes."""
     assert [step_tokens(Objective(), MASK, count) for count in (None, 7)] == [None, 7]
     multiprocessing.set_forkserver_preload(["torch", "fastgrpo.loss"])

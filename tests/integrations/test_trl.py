@@ -121,7 +121,7 @@ def test_the_held_out_loss_of_our_trainer_is_trls(path, tmp_path, knobs):
 
 @pytest.mark.parametrize("head", [False, True], ids=["lora", "lora and head"])
 @pytest.mark.parametrize("name", ["dapo", "grpo-sequence-kl"])
-def test_adapters(path, tmp_path, name, head):
+def test_trains_adapters_like_trl(path, tmp_path, name, head):
     """A frozen head has no gradient. Of a head that is trained, peft has a copy; the reference has the original."""
     both = pair(path, tmp_path, peft_config=LORA_AND_HEAD if head else LORA, **CASES[name])
     both.ours.model.load_state_dict(both.theirs.model.state_dict())
@@ -183,7 +183,7 @@ def test_micro_batches_without_a_token_that_counts(path, tmp_path, name, masked)
     assert theirs.any() == (masked != slice(None))
 
 
-def test_a_trainer_that_is_there_is_patched(path, tmp_path):
+def test_patches_an_existing_trainer(path, tmp_path):
     class Theirs(trl.GRPOTrainer):
         def log(self, *args, **kwargs):
             return super().log(*args, **kwargs)
@@ -198,7 +198,7 @@ def test_a_trainer_that_is_there_is_patched(path, tmp_path):
     assert type(one).__name__ == "FusedTheirs"
 
 
-def test_a_tolerance_of_the_backward_changes_gradients_alone(path, tmp_path):
+def test_backward_tolerance_changes_only_gradients(path, tmp_path):
     both = pair(path, tmp_path)
     patch(both.theirs, backward_tolerance=0.9)
     inputs = make_inputs(both.ours)
@@ -220,7 +220,7 @@ def test_a_trainer_that_computes_its_loss_itself_is_refused(path, tmp_path, meth
     {"torch_compile": True}, {"loss_type": "ppo"}, {"delta": -1.0},
     {"peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)},
 ], ids=lambda settings: min(settings))  # fmt: skip
-def test_what_cannot_be_served_is_refused_by_name(path, tmp_path, settings):
+def test_rejects_unsupported_settings_by_name(path, tmp_path, settings):
     with pytest.raises(ValueError, match=min(settings)):
         trainer(FusedGRPOTrainer, path, tmp_path, **settings)
 
@@ -236,7 +236,7 @@ def test_settings_that_change_in_a_run_change_the_gradient(path, tmp_path):
 
 
 @pytest.mark.parametrize("when", ["first", "later"])
-def test_another_formula_of_trl_is_noticed(path, tmp_path, monkeypatch, when):
+def test_detects_another_loss_formula_in_trl(path, tmp_path, monkeypatch, when):
     """A later version of TRL may add a term, or clip otherwise: at first every ratio is 1, and no clipping shows."""
     one = trainer(FusedGRPOTrainer, path, tmp_path, loss_type="grpo")
     if when == "first":
@@ -259,7 +259,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_run_is_that_of_trl(path, tmp_path, name):
+def test_a_run_equals_trls_run(path, tmp_path, name):
     """Rollouts, rewards and all: the same completions are drawn, and the weights end where TRL's do."""
     ends, logs = [], []
     for kind in (trl.GRPOTrainer, FusedGRPOTrainer):
@@ -313,7 +313,7 @@ def notice_on_ranks(path, folder):
         print("noticed:", error, flush=True)
 
 
-def test_two_ranks(path, tmp_path):
+def test_two_ranks_detect_another_formula_together(path, tmp_path):
     """All ranks notice another formula of TRL: one that stopped would leave the others waiting for its gradients."""
     ended = forked(__file__, tmp_path, path)
     codes, outputs = ended("ranks")

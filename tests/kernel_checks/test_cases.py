@@ -45,7 +45,7 @@ def check(case, mode):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of every exp that overflows on its way to a flag
 @named(MODE)
-def test_without_a_gpu(case, launched, monkeypatch):
+def test_every_case_passes_without_a_gpu(case, launched, monkeypatch):
     monkeypatch.setenv("FASTGRPO_SELF_CHECK", "0")
     check(case, MODE)
 
@@ -60,12 +60,12 @@ def test_every_kernel_is_launched(launched):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @named("gpu")
-def test_on_a_gpu(case, monkeypatch):
+def test_every_case_passes_on_a_gpu(case, monkeypatch):
     monkeypatch.setenv("FASTGRPO_SELF_CHECK", "0")
     check(case, "gpu")
 
 
-def test_a_wrong_value_of_a_head_is_beyond_what_is_allowed():
+def test_detects_wrong_values_of_a_head():
     leaves, tokens = cases.random_head(20, 8, 30, torch.bfloat16, bias=True, softcap=5.0)
     how = (leaves, 5.0, lambda logits: cases.loss_of_logits(logits, objective=cases.DAPO, **tokens))
     true, simple = cases.exact(*how), cases.plain(*how)
@@ -77,7 +77,7 @@ def test_a_wrong_value_of_a_head_is_beyond_what_is_allowed():
         assert wrong[name][0] > wrong[name][1], name
 
 
-def test_wrong_draws_and_wrong_attention_are_found(monkeypatch):
+def test_detects_wrong_draws_and_wrong_attention(monkeypatch):
     """The reference takes the place of the kernels; then other tokens, another kept mass, another output."""
     monkeypatch.setattr(cases, "sample", reference.sample, raising=False)
     monkeypatch.setattr(cases, "group_decode", reference.group_decode, raising=False)

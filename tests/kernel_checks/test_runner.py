@@ -54,7 +54,7 @@ def test_nan_and_errors_without_allowance_fail_in_any_place(pair, place):
         ("os.close(1); time.sleep(3600)", "not done after 1 s"),
     ),
 )  # fmt: skip
-def test_why_a_child_gave_no_answer(tmp_path, monkeypatch, code, problem):
+def test_reports_why_a_child_process_failed(tmp_path, monkeypatch, code, problem):
     program = tmp_path / "program"
     program.write_text(f"#!{sys.executable}\nimport os, sys, time\n{code}\n")
     program.chmod(0o755)
@@ -65,7 +65,7 @@ def test_why_a_child_gave_no_answer(tmp_path, monkeypatch, code, problem):
 
 
 @pytest.mark.slow
-def test_the_whole_table_passes_here(capsys):
+def test_all_checks_pass_on_this_machine(capsys):
     assert doctor.main(["--check"]) == 0
     out = capsys.readouterr().out
     count = sum(mode in case.modes for mode in cases.modes_here() for case in cases.CASES)

@@ -34,7 +34,7 @@ def cut(per_sequence, size, **fields):
 
 
 @pytest.mark.parametrize("host", [None, (2, 3, 1)], ids=["lengths-read", "lengths-known"])
-def test_sequences_stay_whole_where_they_fit(host):
+def test_chunks_do_not_split_sequences_that_fit(host):
     parts, known = cut((2, 3, 1), 4, host_lengths=host)
     assert known is None and parts == [(slice(0, 2), slice(0, 1)), (slice(2, 6), slice(1, 3))]
 
@@ -45,13 +45,13 @@ def test_tokens_that_stand_alone_are_cut_anywhere_and_long_sequences_need_all_lo
     assert cut((2, 5), 4)[1] == "log-probs of all"
 
 
-def test_lengths_that_only_the_device_knows_are_not_waited_for(monkeypatch):
+def test_lengths_on_the_device_cause_no_sync(monkeypatch):
     lengths, active = (2, 3, 1), torch.ones(6, dtype=torch.bool)
     monkeypatch.setattr(torch.Tensor, "tolist", None)
     assert cut(lengths, 4, active=active)[1] == "log-probs of all"
 
 
-def test_targets_of_other_ranks_and_of_none():
+def test_accepts_targets_of_other_ranks():
     class Group:
         group_name = "a name"
 

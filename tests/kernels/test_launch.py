@@ -25,7 +25,7 @@ def test_either_setting_of_tf32_is_read(setting):
         matmul.fp32_precision = before
 
 
-def test_which_gpus_the_kernels_run_on(monkeypatch):
+def test_supported_gpus(monkeypatch):
     device = torch.device("cuda", 0)
     aligned = torch.zeros(64, 64, dtype=torch.bfloat16)
     kinds = {(7, 5): "none", (8, 0): "pointers", (8, 9): "pointers", (9, 0): "descriptors", (10, 0): "descriptors",

@@ -62,7 +62,7 @@ def test_memory_is_a_chunk_beside_one_gradient(monkeypatch, inplace, entropy_coe
     assert peak <= (0 if inplace else whole) + (chunks + 0.7) * chunk
 
 
-def test_logits_of_minus_infinity_are_legal():
+def test_accepts_logits_of_minus_infinity():
     """A vocabulary entry that is ruled out: probability 0, gradient 0, no NaN, in the entropy bonus either."""
     logits, rest = problem()
     logits[..., 3] = -torch.inf
@@ -74,7 +74,7 @@ def test_logits_of_minus_infinity_are_legal():
     assert (logits.grad[..., 3] == 0).all() and out.metrics["entropy"] > 0
 
 
-def test_no_row_kept():
+def test_accepts_a_batch_without_active_rows():
     logits, rest = problem()
     logits.requires_grad_()
     out = logits_grpo_loss(logits, **{**rest, "advantages": torch.zeros(4).double()})

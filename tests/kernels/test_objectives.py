@@ -109,7 +109,7 @@ def test_on_policy_vespo_and_cispo_are_reinforce():
 
 
 @pytest.mark.parametrize("name", ["dapo", "gspo", "vespo"])
-def test_a_sampler_that_agrees_changes_nothing(name):
+def test_equal_sampler_log_probs_change_nothing(name):
     case = padded_case()
     given, gradients = run(replace(case, sampler_logps=case.old_logps), linear_grpo_loss, **LOSS_TYPES[name])
     without, expected = run(replace(case, sampler_logps=None), linear_grpo_loss, **LOSS_TYPES[name])

@@ -69,7 +69,7 @@ def test_autocast_rounds_only_what_the_kernels_take(monkeypatch, dtype):
     assert {x.dtype for x in found} == {torch.bfloat16 if dtype == torch.bfloat16 else torch.float32}
 
 
-def test_the_variable(monkeypatch):
+def test_environment_variable_controls_self_checks(monkeypatch):
     monkeypatch.setenv(dispatch.VARIABLE, "0")
     assert dispatch.trusted("head", CPU, {}, broken)
     monkeypatch.setenv(dispatch.VARIABLE, "raise")
@@ -83,7 +83,7 @@ def test_the_variable(monkeypatch):
 
 
 @pytest.mark.parametrize("compare", (full, refused))
-def test_what_is_no_fault_of_the_kernel_speaks_for_it(compare, caplog):
+def test_unfinished_self_checks_keep_the_kernel(compare, caplog):
     with caplog.at_level(logging.INFO, "fastgrpo"):
         assert dispatch.trusted("head", CPU, {}, compare, "Go without it.")
     assert "without a check" in caplog.records[0].getMessage()
@@ -126,7 +126,7 @@ def head(scale=1.0, shift=0.0, rows=slice(0, 0)):
         (head(scale=NAN), "gradients differ by inf of their norm"),
     ),
 )  # fmt: skip
-def test_difference(other, problem):
+def test_difference_names_the_wrong_value(other, problem):
     states = torch.randn(200, 16)
     found = dispatch.difference(other, head(), states, True)
     assert found is None if problem is None else problem in found
@@ -160,7 +160,7 @@ def test_a_sample_holds_whole_sequences_where_the_objective_looks_at_them():
         dispatch.sample_of(torch.randn(5000, 4), rows(5000, lengths=torch.tensor([5000])))
 
 
-def test_a_comparison_is_alone():
+def test_self_checks_ignore_the_callers_autograd_modes():
     """Inference mode, no_grad and a checkpointed region around the call do not reach it."""
 
     def compare():

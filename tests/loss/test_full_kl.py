@@ -142,7 +142,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name(name):
+def test_rejects_unsupported_combinations_by_name(name):
     case, ref = make()
     for value in REFUSED[name]:
         with pytest.raises(ValueError, match=rf"\b{name}\b"):

@@ -56,7 +56,7 @@ def refused(name, function, *arguments, **keywords):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_every_loss_refuses_it_by_name(name):
+def test_every_loss_rejects_wrong_inputs_by_name(name):
     hidden, weight, targets = torch.randn(6, 4), torch.randn(V, 4), torch.arange(6)
     for value in REFUSED[name]:
         given = {"cu_seqlens": [0, 2, 6], "old_logps": -ones(), "advantages": ones(), "ref_logps": -ones(), "beta": 0.1}
@@ -127,7 +127,7 @@ def test_a_refusal_names_the_token_and_not_the_kept_row():
         oracle.run(replace(case, advantages=bad), linear_grpo_loss)
 
 
-def test_what_the_loss_does_not_read_is_not_refused():
+def test_accepts_any_value_in_unused_inputs():
     """The reference at beta = 0, and a sampler that reported nothing."""
     case = oracle.make_case()
     expected, _ = oracle.run(case, linear_grpo_loss)
@@ -165,7 +165,7 @@ def test_triton_on_the_cpu_is_refused_with_a_remedy():
             call(backend="triton")
 
 
-def test_without_triton(monkeypatch):
+def test_works_without_triton(monkeypatch):
     monkeypatch.setattr(fastgrpo.loss.dispatch, "HAS_TRITON", False)
     assert linear_logprob(*HEAD_OF_6, backend="auto").shape == (6,)
     with pytest.raises(ValueError, match="needs Triton"):

@@ -49,7 +49,7 @@ def test_rows_of_no_advantage_are_read_where_the_kl_needs_them():
 
 @CHUNKS
 @pytest.mark.parametrize("name", LOSS_TYPES)
-def test_all_rows_masked(monkeypatch, name, chunk):
+def test_accepts_a_batch_with_all_rows_masked(monkeypatch, name, chunk):
     set_chunk(monkeypatch, chunk)
     case = make_case(dtype=torch.float32, bias=True)
     case = replace(case, mask=torch.zeros(16), hidden=case.hidden * math.nan, targets=case.targets * 0 - 100)

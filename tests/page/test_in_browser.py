@@ -93,7 +93,7 @@ def search(page, text):
     page.type("#samples-search", Keys.CONTROL + "a", Keys.NULL, text, Keys.ENTER)
 
 
-def test_it_opens_from_disk_and_asks_for_nothing_else(page, report):
+def test_opens_from_disk_without_requests(page, report):
     assert page.requests() == [report.as_uri()]
     assert where(page) == "Step 1, group 1 of 2" and cards(page)[0] == "answer 0 of 1.0"
     # It would not get anything either: its own policy forbids it.
@@ -141,7 +141,7 @@ def test_tab_reaches_every_control_and_shows_where_it_is(page):
     assert reached == set(range(wanted)) and wanted > 15
 
 
-def test_names_labels_and_headings(page):
+def test_controls_have_accessible_names_and_headings(page):
     nameless = page.run("""
       const named = (e) => e.labels?.length || e.getAttribute("aria-label") || e.getAttribute("aria-labelledby");
       const of = (selector) => Array.from(document.querySelectorAll(selector)).filter((e) => !named(e));
@@ -206,7 +206,7 @@ def test_tokens_are_colored_and_tell_their_numbers(page):
     assert told[4] == "token 5 of 5 · log-prob −1 (p 36.79 %) · ratio 1"
 
 
-def test_texts_that_try_to_do_something_are_shown(page):
+def test_scripts_in_texts_are_shown_and_not_run(page):
     go(page, 41)
     shown = cards(page)
     assert shown[:2] == list(NASTY[:2])
@@ -253,7 +253,7 @@ def test_no_width_needs_a_horizontal_scroll(page, width):
     assert len(columns) == 1 if width == 375 else len(columns) > 3
 
 
-def test_the_settings_that_differ_are_found(page):
+def test_lists_settings_that_differ(page):
     names = "#settings tbody tr:not([hidden]) th"
     shown = [name.partition(" ")[0] for name in page.all(names)]
     assert "seed" in shown and "beta" not in shown

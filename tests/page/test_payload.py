@@ -39,7 +39,7 @@ def test_a_finished_run_is_read(tmp_path):
     assert not read_run(write_run(tmp_path / "b", summary={"steps": 3}), "b").finished
 
 
-def test_half_lines_and_damaged_files_stop_nothing(tmp_path):
+def test_reads_runs_with_damaged_files(tmp_path):
     folder, said = write_run(tmp_path / "a"), []
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "rewa')
@@ -82,7 +82,7 @@ def test_the_figures_of_a_finished_run(tmp_path):
     assert found["Time"][1] == "2 s of it in steps, 0.5 s per step"
 
 
-def test_the_figures_of_a_run_that_goes_on(tmp_path):
+def test_the_figures_of_an_unfinished_run(tmp_path):
     config = {"max_steps": 100, "loss_type": "dapo", "model_name_or_path": None, "reward_funcs": ["a", "b"], "seed": 0}
     folder = write_run(tmp_path, config=config, evaluated=[(2, 0.5)], **{"memory/peak_gib": lambda step: step / 2})
     run = read_run(folder, "a")
@@ -174,7 +174,7 @@ def test_many_runs_share_the_room_of_a_page(tmp_path):
     assert all(len(run["series"]["reward"]["at"]) <= FEWEST for run in page["runs"])
 
 
-def test_every_page_shows_lengths_and_spread(tmp_path):
+def test_every_page_shows_lengths_and_informative_groups(tmp_path):
     """The panels of a task may leave them out, and are not shown twice where they do not."""
     every = dict.fromkeys(("own", *(panel.metrics[0] for panel in PANELS)), lambda step: 1.0)
     run, own = read_run(write_run(tmp_path / "a", **every), "a"), Panel("Own", "unit", ("own",))

@@ -40,7 +40,7 @@ def size(samples):
     return len(text.translate(str.maketrans(ESCAPES)).encode())
 
 
-def test_the_page_holds_what_the_file_holds(tmp_path):
+def test_the_page_has_all_samples_of_the_file(tmp_path):
     samples = samples_of(written(tmp_path, row(**TOKENS, solution="4"), row(), row(step=9, group=2)))
     completion = {
         "text": "so 4", "rewards": {"correctness": 1.0}, "advantage": 0.5, "finish_reason": "stop", "tokens": 3,
@@ -62,7 +62,7 @@ def test_a_run_without_samples(tmp_path):
     assert samples_of(tmp_path / "other")["note"].startswith("samples.jsonl cannot be read")
 
 
-def test_conversations(tmp_path):
+def test_shows_conversations(tmp_path):
     calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
     prompt = [{"role": "user", "content": "2+2?"}, calls, {"role": "tool", "content": "4"}, "a text"]
     answer = [{"role": "assistant", "content": "so 4"}]
@@ -89,14 +89,14 @@ def test_conversations(tmp_path):
     (TOKENS | {"logps": [-1.0]}, {"logps": None, "ratios": [1, 1.25, 0.9999]}),
     (TOKENS | {"clipped_tokens": ["x"]}, {"clipped_tokens": []}),
 ])  # fmt: skip
-def test_values_that_are_not_what_they_should_be(tmp_path, given, kept):
+def test_replaces_invalid_values(tmp_path, given, kept):
     samples = samples_of(written(tmp_path, row(**given)))
     [completion] = samples["steps"][0]["groups"][0]["completions"]
     assert {name: completion[name] for name in kept} == kept
     assert size(samples)  # neither JSON nor UTF-8 refuses them
 
 
-def test_what_is_wrong_with_the_file_is_told(tmp_path):
+def test_reports_problems_of_the_file(tmp_path):
     lines = "".join(json.dumps(row(step=step)) + "\n" for step in (1, 2, 3, 2))
     (tmp_path / "samples.jsonl").write_text(lines + '{"step": 2, "group": 0, "x: }\n???\n{"step": 3')
     samples = samples_of(tmp_path)
@@ -173,7 +173,7 @@ def texts(file, step):
     return [[row["completion"] for row in file.read(step, block)] for block in file.steps[step]]
 
 
-def test_groups_are_found_where_they_lie():
+def test_reads_groups_by_their_position():
     file = opened(line(1, 0, "a"), line(1, 0, "b"), line(1, 3, "c"), line(20, 0, "d").rstrip())
     assert file.steps[1] == [Block(0, 0, 2), Block(3, 2 * len(line(1, 0)), 1)]
     assert texts(file, 1) == [["a", "b"], ["c"]] and texts(file, 20) == [["d"]]
@@ -192,7 +192,7 @@ def test_damaged_lines_are_counted(damaged):
     assert opened(line(1, 0, "a"), damaged + b"\n").damaged == 1
 
 
-def test_steps_after_a_resume_replace_what_was_written_from_there_on():
+def test_steps_after_a_resume_replace_earlier_versions():
     first = [line(step, 0, f"old {step}") for step in (1, 2, 3, 4)]
     file = opened(*first, line(2, 0, "new 2"), line(3, 0, "new 3"))
     assert list(file.steps) == [1, 2, 3] and file.replaced == {2, 3, 4}
@@ -201,7 +201,7 @@ def test_steps_after_a_resume_replace_what_was_written_from_there_on():
     assert texts(file, 5) == [["new"], ["new"]] and file.replaced == {5}
 
 
-def test_what_a_resume_cuts_off_meanwhile_is_not_read(tmp_path):
+def test_ignores_lines_truncated_by_a_concurrent_resume(tmp_path):
     path = tmp_path / "samples.jsonl"
     path.write_bytes(line(1, 0, "a") + line(2, 0, "b"))
     with open(path, "rb") as reader:
@@ -210,7 +210,7 @@ def test_what_a_resume_cuts_off_meanwhile_is_not_read(tmp_path):
         assert texts(file, 1) == [["a"]] and texts(file, 2) == [[]]
 
 
-def test_numbers_and_letters_that_json_or_utf8_does_not_know():
+def test_encodes_values_outside_of_json_and_utf8():
     surrogate = '"\ud800"'.encode("utf-8", "surrogatepass")
     for value, read in ((b"NaN", None), (surrogate, "\ud800"), (b'"\xff"', "\ufffd")):
         file = opened(b'{"step": 1, "group": 0, "x": ' + value + b"}\n")
@@ -243,6 +243,6 @@ def test_rewards_are_weighted_like_those_of_the_run_and_a_resumed_step_counts_on
 
 @pytest.mark.parametrize("values", [(1e308, -1e308), (5e-10, 1e300), (10**400, 1.0), (float("nan"), 1.0), ("x", 1.0)])
 @pytest.mark.parametrize("weights", [(), ["x"], 5, [2.0]])
-def test_odd_numbers_stop_nothing(tmp_path, values, weights):
+def test_histogram_accepts_any_number(tmp_path, values, weights):
     found = histogram(written(tmp_path, *(sample(1, 0.0, rewards={"right": value}) for value in values)), weights)
     assert found is None or sum(map(sum, found["counts"])) in (1, 2)

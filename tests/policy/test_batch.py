@@ -77,7 +77,7 @@ def test_values_of_tokens_keep_the_order_of_the_samples(groups, by_token, some_c
     assert torch.equal(batch.advantages, expected)
 
 
-def test_groups_are_neighbours_with_equal_prompts():
+def test_packs_groups_together_with_one_prompt():
     samples = [Sample(list(prompt), [0], 0.0) for prompt in ([1, 2], [1, 2], [1], [1, 2])]
     assert [len(group) for group in prompt_groups(samples)] == [2, 1, 1]
     assert [len(group) for group in prompt_groups(samples, share_prompt=False)] == [1, 1, 1, 1]
@@ -88,7 +88,7 @@ def inputs(samples, share_prompt=True):
 
 
 @given(groups(most=20), st.integers(1, 60), st.booleans())
-def test_micro_batches_keep_the_budget_and_split_no_group_in_vain(groups, budget, share_prompt):
+def test_micro_batches_keep_the_budget_and_rarely_split_groups(groups, budget, share_prompt):
     samples = flat(groups)
     parts = micro_batches(samples, budget, share_prompt)
     assert sorted(i for part in parts for i in part) == list(range(len(samples)))
@@ -148,14 +148,14 @@ def test_a_group_that_is_more_than_a_share_is_divided():
     assert sorted(map(len, dealers(4)[0].shares(samples))) == [2, 2, 2, 2]
 
 
-def test_no_samples_make_no_passes():
+def test_makes_no_passes_without_samples():
     assert micro_batches([], 10) == []
     assert dealers(2)[0].shares([]) == [[], []]
     assert dealers(2, lockstep=True)[1].passes([], [[], []]) == []
 
 
 @pytest.mark.gpu
-def test_packing_does_not_wait_for_the_device():
+def test_packing_causes_no_sync():
     samples = [Sample([1] * 20000, [2] * 20000, 0.5, weights=torch.ones(20000)) for _ in range(2)]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -42,7 +42,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_engine_cannot_serve_is_refused_by_name(name):
+def test_rejects_unsupported_models_by_name(name):
     rope = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
     model = architectures.tiny_model(name, **(rope if name == "llama" else {}))
     with pytest.raises(ValueError, match=f"^{type(model).__name__} .*{REFUSED[name]}.*--rollout_backend hf"):
@@ -67,14 +67,14 @@ class Asking(torch.nn.Module):
     [lambda states: states.sum().item(), lambda states: bool((states > 0).all()), lambda states: states.nonzero(),
      lambda states: states[states > 0], lambda states: states.cpu()],
 )  # fmt: skip
-def test_a_layer_that_waits_for_the_device_is_refused_wherever_it_stands(ask):
+def test_rejects_layers_with_a_host_sync(ask):
     model = tiny.model(num_hidden_layers=6)
     model.model.layers[4].mlp = Asking(model.model.layers[4].mlp, ask)
     with pytest.raises(ValueError, match="syncs with the device"):
         prepare(model)
 
 
-def test_no_wait_is_taken_for_one():
+def test_accepts_indexing_without_a_host_sync():
     """Indices without masks select a number of elements that is known, and tensors of the host may be read."""
     model, table = tiny.model(), torch.arange(4)
     layer = model.model.layers[0]
@@ -111,7 +111,7 @@ class Tabled(torch.nn.Module):
         return self.mlp(states) * self.scales["by layer"][1][0] + self.shifts[0]
 
 
-def test_weights_are_left_behind_and_the_model_as_it_is():
+def test_copies_a_model_without_weights_and_leaves_it_unchanged():
     model = tiny.model("qwen3").train()
     layer = model.model.layers[0]
     layer.mlp = Tabled(layer.mlp)
@@ -190,7 +190,7 @@ def test_an_architecture_without_its_rotary_embedding_gets_the_rest(monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_experts_stay_as_they_are(name):
+def test_keeps_mixtures_of_experts_unchanged(name):
     """liger-kernel's read the number of tokens of each expert on the host, which no CUDA graph allows."""
     pytest.importorskip("liger_kernel")
     device.package_obstacle.cache_clear()

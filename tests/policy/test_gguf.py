@@ -59,7 +59,7 @@ def test_a_run_on_a_gguf_file_saves_ordinary_checkpoints(written, tmp_path):
     assert main([*argv, "2", "--resume_from_checkpoint", "auto"]) == 0
 
 
-def test_only_a_folder_without_a_config_stands_for_the_file_in_it(written, tmp_path):
+def test_a_folder_without_a_config_may_contain_a_gguf_file(written, tmp_path):
     path, *_ = written
     assert find_gguf(path) == find_gguf(path.parent) == path
     assert find_gguf("org/name") is None and find_gguf(tmp_path) is None

@@ -58,7 +58,7 @@ def test_a_folder_gives_the_policy_and_its_tokenizer(saved):
         load_policy(saved / "nowhere")
 
 
-def test_whatever_loads_a_policy_passes_use_liger_kernel_on(saved, monkeypatch):
+def test_every_loader_applies_use_liger_kernel(saved, monkeypatch):
     asked, config = [], GRPOConfig(device="cpu", use_liger_kernel=False)
     monkeypatch.setattr("fastgrpo.policy.load.apply_liger", lambda model, wanted: asked.append(wanted))
     load_policy(saved, device="cpu", use_liger_kernel=False)
@@ -87,7 +87,7 @@ def test_a_model_of_peft_is_refused_and_its_merged_model_taken():
     assert isinstance(merged, Policy)
 
 
-def test_rejects_what_is_no_causal_model():
+def test_rejects_models_that_are_not_causal():
     with pytest.raises(ValueError, match="model is of type Linear"):
         policy_and_tokenizer(torch.nn.Linear(1, 1), None, GRPOConfig(device="cpu"))
     model = tiny.model()
@@ -145,7 +145,7 @@ def test_a_field_that_cannot_be_used_is_named_with_its_file(folder, fields):
     "error", [ZeroDivisionError("x"), AttributeError("x"), KeyError("x"), EOFError(), OSError("x"), MemoryError(),
               PermissionError(13, "no"), RuntimeError("Cannot allocate memory")],
 )  # fmt: skip
-def test_whatever_a_library_raises_names_the_folder_unless_the_files_are_not_at_fault(tmp_path, error):
+def test_load_errors_name_the_folder(tmp_path, error):
     passes = isinstance(error, (MemoryError, PermissionError, RuntimeError))
     match = None if passes else rf"the model of '{tmp_path}' cannot be loaded"
     with pytest.raises(type(error) if passes else ValueError, match=match), loading(tmp_path, "model"):

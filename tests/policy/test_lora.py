@@ -79,7 +79,7 @@ def test_the_reward_climbs_and_the_base_does_not_move(tmp_path):
     assert (before(IDS).logits - logits).abs().max() > 0.1
 
 
-def test_adapters_start_as_nothing_and_only_their_seed_makes_them():
+def test_new_adapters_change_nothing_and_depend_only_on_the_seed():
     first, again, other = (add_lora(tiny.model(), target_modules=ALL, seed=seed) for seed in (3, 3, 4))
     assert torch.equal(first(IDS).logits, tiny.model()(IDS).logits)
     assert all(map(torch.equal, first.parameters(), again.parameters()))

@@ -83,7 +83,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 9), min
 @pytest.mark.parametrize("how", ["shared", "repeated", "padded"])
 @settings(max_examples=4)
 @given(LENGTHS, st.sampled_from([10_000, 30, 12, 1]), st.booleans(), st.sampled_from(["cpu", "math"]))
-def test_log_probs_and_gradients(architecture, how, shapes, budget, checkpointing, kernel):
+def test_packed_log_probs_and_gradients_equal_padded_ones(architecture, how, shapes, budget, checkpointing, kernel):
     model, samples = exact_model(architecture, checkpointing), make_samples((*shapes, SHAPES[0]))
     mixed = [torch.randn(len(sample.ids), dtype=torch.float64) for sample in samples]
     expected_logps, expected = alone(model, samples, mixed)
@@ -193,7 +193,7 @@ def test_dropout_is_off_everywhere():
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Flash Attention defaults to a non-deterministic algorithm")
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
-def test_on_cuda_in_bf16(architecture):
+def test_packed_equals_padded_on_cuda_in_bf16(architecture):
     """Against the same weights in fp64 on the CPU: sharing is no less exact than a prompt a sample."""
     model, samples = tiny.model(architecture, hidden_size=64), make_samples()
     exact = score(Policy.of(tiny.model(architecture, hidden_size=64).double()), samples, Scoring(1.0, 10_000))

@@ -44,7 +44,7 @@ def same(found, expected):
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_which_reference():
+def test_chooses_the_reference_for_the_settings():
     policy = Policy.of(tiny.model())
     assert make_reference(policy, 0.0) is None
     assert type(make_reference(policy, 0.1)) is FrozenCopy
@@ -82,11 +82,11 @@ def check_states(reference):
     "make", [lambda: FrozenCopy(Policy(tiny.model("smollm3-like"))), lambda: StreamedCopy(Policy(tiny.model())),
              lambda: ref_model.AdaptersOff(Policy(with_adapters()))], ids=["copy", "streamed", "adapters"],
 )  # fmt: skip
-def test_states(make):
+def test_saves_and_restores_each_reference(make):
     check_states(make())
 
 
-def test_states_of_a_quantized_copy(quantization):
+def test_saves_and_restores_a_quantized_copy(quantization):
     check_states(QuantizedCopy(Policy(wide()), quantization))
 
 
@@ -170,7 +170,7 @@ def test_weights_side_by_side_keep_their_dtypes():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_two_layers_are_there_at_most_and_afterwards_none():
+def test_streams_at_most_two_layers_to_a_gpu():
     model = tiny.model(num_hidden_layers=12, hidden_size=512, intermediate_size=2048).cuda().bfloat16()
     resident, streamed = FrozenCopy(Policy(model)), StreamedCopy(Policy(model))
     expected = resident.score(samples_of(), Scoring(0.9, 12))
@@ -221,7 +221,7 @@ def test_the_error_of_quantization_is_logged_once(quantization, tmp_path, kl):
     assert errors[0] == pytest.approx((d.exp() - d - 1).mean().item(), rel=1e-3)
 
 
-def test_nf4_on_a_cpu_refuses_what_it_would_get_wrong():
+def test_rejects_nf4_on_a_cpu_where_it_is_wrong():
     pytest.importorskip("bitsandbytes", reason="not installed (extra: quantization)")
     with pytest.raises(ValueError, match=r"q_proj has 32 inputs.*multiple of 64"):
         quantize(tiny.model(), "nf4", "cpu")

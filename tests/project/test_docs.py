@@ -80,7 +80,7 @@ def test_a_generated_page_equals_the_code(name, made):
     "name",
     [name if name in NOW else pytest.param(name, marks=pytest.mark.slow) for name in architectures.ARCHITECTURES],
 )
-def test_the_page_of_architectures_is_true(name):
+def test_architectures_page_equals_the_tests(name):
     """The engine and training compute what the model's own forward pass computes, or refuse the model."""
     assert architectures.row(name) in TEXTS[ROOT / "docs" / "architectures.md"], "run `make pages`"
 

@@ -102,7 +102,7 @@ def test_every_package_has_a_layer_and_every_layer_its_packages():
     assert packages | {"kernels"} == set().union(*LAYERS)
 
 
-def test_no_chain_of_imports_is_a_circle():
+def test_has_no_import_cycles():
     graphlib.TopologicalSorter({name_of(path): reached(path) for path in MODULES}).prepare()
 
 

@@ -78,7 +78,7 @@ def test_ranks_that_lose_another_end_with_a_line_that_says_why(ended, case):
         "Gloo connectFullMesh failed with [/build/gloo/transport/tcp/pair.cc:152] timed out connecting",
     ],
 )
-def test_a_broken_connection_names_what_is_waited_for(text, monkeypatch):
+def test_broken_connections_name_the_exchange(text, monkeypatch):
     monkeypatch.setattr("fastgrpo.ranks.EXPLANATION", 0.0)
     ranks, told = two_ranks(), r"^rank 0 stops while it waits for the gradients in step 3: another rank died or"
     with pytest.raises(RankLost, match=told) as lost, ranks.waiting("step 3"), ranks.waiting("the gradients"):
@@ -98,7 +98,7 @@ def test_a_broken_connection_names_what_is_waited_for(text, monkeypatch):
         ValueError("a mistake"),
     ],
 )
-def test_another_error_stays_what_it_is(error):
+def test_other_errors_pass_unchanged(error):
     with pytest.raises(type(error)) as raised, two_ranks().waiting("step 3"):
         raise error
     assert raised.value is error
@@ -174,7 +174,7 @@ def attempts(store, size):
     return [names.get(rank) for rank in range(size)]
 
 
-def test_each_attempt_has_a_name_that_all_its_ranks_know():
+def test_all_ranks_agree_on_the_name_of_an_attempt():
     store = dist.HashStore()
     first, second = attempts(store, 3), attempts(store, 3)
     assert len(set(first)) == len(set(second)) == 1 and None not in first + second and first != second
@@ -199,7 +199,7 @@ def seen(monkeypatch):
     return see
 
 
-def test_a_process_alone_needs_no_launcher_and_some_commands_refuse_one(seen):
+def test_one_process_needs_no_launcher_and_some_commands_refuse_one(seen):
     seen(0)
     assert not launched() and join("cpu") is ALONE
     refuse_ranks("chat")
@@ -230,7 +230,7 @@ def test_a_process_alone_needs_no_launcher_and_some_commands_refuse_one(seen):
         (2, 3, "auto", 8, "rank 3 has local rank 3, but its machine has 2 GPUs"),
     ],
 )
-def test_each_rank_gets_a_gpu_of_its_own_or_an_error(seen, count, local_rank, device, size, gpu):
+def test_each_rank_gets_its_own_gpu_or_an_error(seen, count, local_rank, device, size, gpu):
     seen(count, local_rank)
     if isinstance(gpu, int):
         assert own_gpu(device, 3 % size, size) == gpu
@@ -247,7 +247,7 @@ def test_two_ranks_cannot_have_one_gpu():
         claim_gpu(store, "a", 2)
 
 
-def test_the_process_group_of_a_script_must_send_what_lies_where_the_ranks_compute():
+def test_rejects_a_process_group_without_a_backend_for_the_device():
     check_group(["cpu", "cuda"], "cuda")
     with pytest.raises(ValueError, match="supports tensors on cuda, but the ranks compute on cpu"):
         check_group(["cuda"], "cpu")
@@ -294,7 +294,7 @@ def test_an_error_that_several_ranks_have_is_printed_once(be, capsys):
         assert capsys.readouterr().err == told
 
 
-def test_an_exception_that_nobody_catches_is_printed_once(be, capsys, monkeypatch):
+def test_uncaught_exceptions_are_printed_once(be, capsys, monkeypatch):
     """By python's hook, by one of the user, or by that of a process group; only rank 0 shows an interrupt."""
     heard, error = [], KeyError("a bug")
     for rank in (0, 1):
@@ -324,7 +324,7 @@ def test_an_exception_that_nobody_catches_is_printed_once(be, capsys, monkeypatc
         pytest.param("hang", "[02]", "rank 1 died or did not come in time", marks=pytest.mark.slow),
     ],
 )
-def test_torchrun_names_the_right_rank_as_the_root_of_all(ending, rank, why):
+def test_torchrun_reports_the_failed_rank_as_the_root_cause(ending, rank, why):
     with start([ROOT / "tests" / "support" / "lost_ranks.py", ending, "gather"], count=3) as job:
         assert job.wait() == 1
         root = job.launcher().partition("Root Cause")[2]

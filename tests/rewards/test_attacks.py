@@ -70,7 +70,7 @@ def test_a_program_gets_its_verdicts_and_changes_nothing(opened, row):
 
 
 @needs_namespaces
-def test_files_environment_and_processes_of_the_machine_are_not_there(patient, tmp_path, monkeypatch):
+def test_programs_see_no_files_environment_or_processes_of_the_machine(patient, tmp_path, monkeypatch):
     secret = tmp_path / "metrics.jsonl"
     secret.write_text("secret")
     tmp_path.chmod(0o755)
@@ -148,7 +148,7 @@ def test_jails_end_with_a_trainer_that_is_killed(number):
 
 @needs_namespaces
 @pytest.mark.parametrize("runs", [30, pytest.param(1000, marks=pytest.mark.slow)])
-def test_nothing_is_left_after_many_runs(patient, runs):
+def test_leaks_nothing_over_many_runs(patient, runs):
     program = fenced(
         "import os\nopen('/tmp/left', 'w').write(input())\nif not os.fork():\n    os.setsid()\n    os.fork()\n"
         "    while True: pass\nprint('ok')"
@@ -177,7 +177,7 @@ def test_a_machine_that_cannot_run_jails_is_refused_at_the_start(monkeypatch):
 
 
 @needs_namespaces
-def test_a_jail_that_does_not_start_or_lies_is_refused(monkeypatch):
+def test_rejects_jails_that_fail_to_start_or_give_wrong_output(monkeypatch):
     """As where user namespaces are forbidden: whatever keeps it from starting is in the error."""
     with monkeypatch.context() as broken:
         broken.setattr(Prison, "_bwrap", lambda self: "/usr/bin/python3")
@@ -188,7 +188,7 @@ def test_a_jail_that_does_not_start_or_lies_is_refused(monkeypatch):
         Prison(Limits())
 
 
-def test_who_reaches_a_file(tmp_path):
+def test_detects_whether_every_user_can_read_a_file(tmp_path):
     path = tmp_path / "closed" / "open" / "file"
     path.parent.mkdir(parents=True)
     path.touch(0o755)
@@ -226,7 +226,7 @@ with Prison(Limits(memory=int(sys.argv[1]), seconds=300)).jail("import os\\nprin
 
 @needs_namespaces
 @as_root
-def test_as_an_ordinary_user():
+def test_jails_run_as_an_ordinary_user():
     """The jail alone, in the system's Python, which any user may run; from a folder that any user may enter."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

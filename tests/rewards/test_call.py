@@ -64,7 +64,7 @@ def test_a_function_is_found_by_its_name(tmp_path, monkeypatch):
 NO_FUNCTIONS = ["rewards:f", ["rewards:f"], None, [None], {"f": Judge()}, iter([Judge()]), Judge, tiny.model(), []]
 
 
-def test_arguments_that_are_refused():
+def test_rejects_wrong_arguments():
     for functions in [*NO_FUNCTIONS, lambda text: []]:
         for on_error in ("raise", "skip"):
             with pytest.raises(ValueError, match=r"reward_funcs|reward function"):
@@ -76,7 +76,7 @@ def test_arguments_that_are_refused():
     assert Rewards(Judge()).names == Rewards([Judge()]).names == ["Judge"]
 
 
-def test_called_as_trl_calls_them():
+def test_calls_functions_like_trl():
     """A column may have any name: `function` is common, and `completion` holds the references of other trainers."""
     seen, names = {}, ("function", "arguments", "call", "completion", "not a name")
 
@@ -93,7 +93,7 @@ def test_called_as_trl_calls_them():
     } | {name: [name[0]] * 2 for name in names}  # fmt: skip
 
 
-def test_what_functions_get_are_copies_made_for_each_of_them():
+def test_each_function_gets_its_own_copies():
     prompt = Prompt([1], [{"role": "user", "content": "p"}], {"tests": [[1, 2]]})
     content = [{"role": "assistant", "content": "c"}]
     group = [answer(prompt, [3, 4], content) for _ in range(2)]
@@ -121,7 +121,7 @@ def test_what_functions_get_are_copies_made_for_each_of_them():
     assert [(c.prompt, c.ids, c.content) for c in judged.completions] == before
 
 
-def test_what_functions_log_travels_with_the_completions():
+def test_completions_carry_what_functions_log():
     def reward(completions, log_metric, log_extra, **_):
         log_metric("length", 2)
         log_metric("length", torch.tensor(4.0))
@@ -135,7 +135,7 @@ def test_what_functions_log_travels_with_the_completions():
     assert not COMPLETIONS[0].rewards  # the records that were judged stay as they were
 
 
-def test_weights_and_rewards_that_were_not_given():
+def test_uses_default_weights_and_ignores_none_rewards():
     rewards = Rewards([returns([1.0, None], "first"), returns([10.0, None], "second")], [2.0, 0.5])
     per_function = call(rewards)
     assert per_function[0].tolist() == [1.0, 10.0] and per_function[1].isnan().all()

@@ -35,13 +35,13 @@ def expressions(draw, numbers, depth=3):
 
 
 @hypothesis.given(expressions([2, 3, 7]))
-def test_an_expression_has_its_exact_value_where_it_uses_each_number_at_most_once(case):
+def test_computes_exact_values_with_each_number_used_at_most_once(case):
     used, text, expected = case
     assert value(text, used) == expected
     assert value(text) == (None if Counter(used) - Counter(NUMBERS) else expected)
 
 
-def test_operations_bind_as_usual():
+def test_operators_have_the_usual_precedence():
     expressions = ["2+3*7", "7/3/2", "7-3-2", "7*7-2*3", "((7))", "7/(3-7/3)"]
     assert [value(text) for text in expressions] == [23, Fraction(7, 6), 2, 43, 7, Fraction(21, 2)]
 
@@ -57,7 +57,7 @@ ATTACKS = [
 
 
 @pytest.mark.parametrize("text", ATTACKS, ids=lambda text: repr(text[:20]))
-def test_attacks_have_no_value_and_raise_nothing(text):
+def test_malicious_expressions_have_no_value(text):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # Python's parser may warn about what it reads
         assert value(text) is None
@@ -68,7 +68,7 @@ def test_no_text_raises(text):
     assert value(text, []) is None  # no number is given, so no expression has a value
 
 
-def test_limits():
+def test_rejects_expressions_beyond_the_limits():
     assert value(DEEP, [1] * 20) == MAX_DEPTH + 1 and value(DEEP + "+1", [1] * 20) is None
     filled = "2+3" + " " * (MAX_LENGTH - 5) + "+7"
     assert len(filled) == MAX_LENGTH and value(filled) == 12 and value(filled + "-7") is None
@@ -83,7 +83,7 @@ def test_the_last_answer_counts():
         assert answer_value(none, NUMBERS) is None, none
 
 
-def test_nothing_is_run(monkeypatch):
+def test_runs_no_code(monkeypatch):
     for name in ("eval", "exec"):
         monkeypatch.setattr(f"builtins.{name}", lambda *_: pytest.fail("text of a model was run"))
     assert value("2+3*7") == 23 and value("__import__('os').system('false')") is None

@@ -76,7 +76,7 @@ PIECES = ["<think>", "</think>", "<answer>", "</answer>", "42", "41", " ", "\n",
 
 
 @hypothesis.given(st.lists(st.sampled_from(PIECES), min_size=1), st.integers(-99, 41), st.integers(1, 80), st.data())
-def test_silence_never_pays(pieces, number, limit, data):
+def test_empty_completions_get_the_lowest_reward(pieces, number, limit, data):
     """At any length up to the limit, no text scores less than an empty one, and a well-formed wrong one scores more."""
     said = "".join(piece for piece in pieces if "<" not in piece)
     wrong = f"<think>{said}</think><answer>{number}</answer>"

@@ -41,7 +41,7 @@ def nothing_changes(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("read, change", MODES.values(), ids=MODES)
-def test_modes_are_put_back(read, change):
+def test_restores_changed_modes(read, change):
     changed = []
 
     def call():
@@ -54,7 +54,7 @@ def test_modes_are_put_back(read, change):
     assert not torch.overrides._get_current_function_mode_stack()  # such as that of a default device
 
 
-def test_modes_that_are_not_the_usual_ones_stay():
+def test_keeps_unusual_modes():
     torch.set_default_dtype(torch.float64)
     try:
         with torch.no_grad():
@@ -67,7 +67,7 @@ def test_modes_that_are_not_the_usual_ones_stay():
         torch.set_default_dtype(torch.float32)
 
 
-def test_the_working_directory_is_found_again_where_it_was_renamed(tmp_path):
+def test_restores_a_renamed_working_directory(tmp_path):
     (tmp_path / "before").mkdir()
     os.chdir(tmp_path / "before")
     attempt(lambda: (os.rename(tmp_path / "before", tmp_path / "after"), os.chdir("/")))
@@ -77,7 +77,7 @@ def test_the_working_directory_is_found_again_where_it_was_renamed(tmp_path):
     os.chdir(tmp_path)
 
 
-def test_modes_are_put_back_after_async_functions_that_overlap():
+def test_restores_modes_after_overlapping_async_functions():
     """The first to enter such a block is the first to leave it, so each puts back what the other one had set."""
 
     async def both():
@@ -103,7 +103,7 @@ async def raising_later(error):
     raise error
 
 
-def test_all_but_an_interrupt_becomes_a_failure():
+def test_every_exception_except_an_interrupt_is_a_failure():
     for error in (ValueError("a"), SystemExit(0), GeneratorExit(), StopIteration(), asyncio.CancelledError()):
         assert attempt(lambda error=error: raising(error)).error is error
     interrupt = KeyboardInterrupt()
@@ -112,7 +112,7 @@ def test_all_but_an_interrupt_becomes_a_failure():
             call()
 
 
-def test_a_failure_is_told_on_a_line_with_the_place_in_the_users_code():
+def test_failures_name_the_line_of_the_users_code():
     class Mute(Exception):
         __str__ = None
 
@@ -162,7 +162,7 @@ def test_the_end_of_the_event_loop_is_a_failure(ends, error):
     assert isinstance(asyncio.run(notebook(ends))[0].error, error)
 
 
-def test_what_belongs_to_an_event_loop_may_be_kept_from_call_to_call():
+def test_objects_of_an_event_loop_work_in_later_calls():
     one_at_a_time = asyncio.Semaphore(1)
 
     async def request():
@@ -183,7 +183,7 @@ def test_what_belongs_to_an_event_loop_may_be_kept_from_call_to_call():
 
 
 @pytest.mark.parametrize("error, code", [(SystemExit(7), 7), (SystemExit("text"), 1), (None, 0)])
-def test_a_forked_process_does_not_go_on_with_the_run(error, code, capfd):
+def test_a_forked_process_does_not_continue_the_run(error, code, capfd):
     def forks():
         child = os.fork()
         if child == 0:

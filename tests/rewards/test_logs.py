@@ -42,7 +42,7 @@ def test_lists_are_read_in_their_order(values):
 
 
 @pytest.mark.parametrize("values", NO_LISTS_OF_ONE, ids=lambda value: type(value).__name__)
-def test_what_is_no_list_of_the_right_length_is_one_problem(values):
+def test_rejects_results_that_are_not_lists_of_the_right_length(values):
     assert isinstance(read_verdicts(values, 1), str)
 
 
@@ -52,12 +52,12 @@ def test_each_reward_is_judged_by_itself():
 
 
 @pytest.mark.parametrize("value, read", NUMBERS, ids=lambda value: type(value).__name__)
-def test_numbers(value, read):
+def test_accepts_only_finite_numbers_in_range(value, read):
     assert number(value) == read
     assert type(number(value)) in (float, type(None))
 
 
-def test_values_come_back_as_json_has_them():
+def test_logged_values_are_converted_by_json():
     inner = [1, "é", None]
     values = json_values([torch.tensor(2), {3: inner}, (0.1, True), 10**300])
     inner.clear()
@@ -70,7 +70,7 @@ def test_values_come_back_as_json_has_them():
             json_values([value])
 
 
-def test_any_value_can_be_shown():
+def test_formats_any_value_for_errors():
     class Odd:
         def __repr__(self):
             raise RuntimeError("no text")
@@ -114,7 +114,7 @@ VALUES = [[1], iter(range(9)), "xy", {"x": 1, "y": 2}, ["x", "\ud800"], [1, {"b"
     *[("log_extra", name, [1, 2]) for name in (7, "a\udfff", *SAMPLE_COLUMNS)],
     *[("log_extra", "a", values) for values in VALUES], *[("log_steps", *pair) for pair in STEPS],
 ])  # fmt: skip
-def test_what_may_not_be_logged(function, first, second):
+def test_rejects_wrong_logs(function, first, second):
     notes = Logs(2)
     with pytest.raises(ValueError, match=function):
         getattr(notes, function)(first, second)

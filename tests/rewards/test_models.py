@@ -139,12 +139,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("told, call", REFUSED, ids=[f"{i} {told}" for i, (told, _) in enumerate(REFUSED)])
-def test_what_makes_no_reward_model_is_refused(told, call):
+def test_rejects_models_that_are_not_reward_models(told, call):
     with pytest.raises(ValueError, match=told):
         call()
 
 
-def test_names_and_folders_of_models(tmp_path):
+def test_finds_models_by_name_and_folder(tmp_path):
     outcome, steps = saved(tmp_path / "judge", classifier()), saved(tmp_path / "steps", labelled())
     assert names_model(outcome) and names_model("org/model") and not names_model("math:sqrt")
     assert isinstance(find_reward(outcome), RewardModel)
@@ -156,7 +156,7 @@ def test_names_and_folders_of_models(tmp_path):
             find_rewards(name, None)
 
 
-def test_rewards_of_all_kinds_stand_side_by_side(tmp_path):
+def test_combines_functions_and_reward_models(tmp_path):
     def length(completions, **_):
         return [float(len(text)) for text in completions]
 
@@ -229,7 +229,7 @@ def test_the_tag_of_qwen_is_found_in_the_tokenizer():
     close(judge(prompts, completions), [of_one[-1] for of_one in expected])
 
 
-def test_how_steps_become_one_reward():
+def test_aggregates_step_rewards():
     values = [aggregate([0.5, 0.25, 1.0], how) for how in ("min", "mean", "last", "product")]
     assert values == [0.25, 1.75 / 3, 1.0, 0.125]
 
@@ -241,7 +241,7 @@ def spelt(text):
     return [token for char in text.encode() for token in ids_of(chr(char))]
 
 
-def test_a_tag_that_a_completion_spells_is_text():
+def test_reads_a_tag_in_a_completion_as_text():
     """Otherwise a policy could set step tags of its own."""
     tokenizer, model = with_tag(), labelled()
     judge, tag = ProcessRewardModel(model, tokenizer, aggregation="min"), ids_of("<extra_0>", tokenizer)

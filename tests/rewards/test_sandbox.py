@@ -25,7 +25,7 @@ def sandbox():
     made.close()
 
 
-def test_which_tests_are_read():
+def test_reads_every_kind_of_test():
     outputs = [{"output": "2"}, {"input": "1", "output": "2", "assert": None}]
     values = ["assert f(1) == [1, {2: (3,)}], 'no'", "assert -1 == f(1)"]
     others = ["assert f(1) == g(1)", "assert f(1) is None", "x = f(1)\nassert x == 1", "assert 1 < f(1) == 2"]
@@ -40,12 +40,12 @@ NO_TESTS = [
 
 
 @pytest.mark.parametrize("tests", NO_TESTS, ids=str)
-def test_tests_that_cannot_be_read_are_refused(tests):
+def test_rejects_unreadable_tests(tests):
     with pytest.raises(ValueError, match="the column tests"):
         read_tests(tests)
 
 
-def test_limits_are_numbers():
+def test_rejects_limits_that_are_not_positive_numbers():
     for value in (0, float("nan"), float("inf"), True, "5"):
         with pytest.raises(ValueError, match="the limit memory "):
             Limits(memory=value)
@@ -62,7 +62,7 @@ VALUES = [
 ]  # fmt: skip
 
 
-def test_what_a_jail_tells_of_two_values_is_equal_where_they_are():
+def test_canonical_text_is_equal_for_equal_values():
     for one, other in itertools.combinations(VALUES, 2):
         assert (canonical(one) == canonical(other)) == (one == other), (one, other)
 
@@ -100,7 +100,7 @@ def decide(program, number, architecture):
 
 
 @pytest.mark.parametrize("column, machine", list(enumerate(ARCHITECTURES)))
-def test_which_system_calls_the_filter_refuses(column, machine):
+def test_filter_refuses_the_listed_system_calls(column, machine):
     program, own = make_filter(machine), ARCHITECTURES[machine]
     refused = {pair[column] for pair in REFUSED.values()}
     assert len(refused) == len(REFUSED)
@@ -125,7 +125,7 @@ class TestRuns:
         )
         assert judge(sandbox, program, {"output": "-1 1\n" * len(numbers)}) == (["passed"], 1.0)
 
-    def test_texts_of_any_kind_and_length(self, sandbox):
+    def test_passes_texts_of_any_kind_and_length(self, sandbox):
         program = "# -*- coding: utf-8 -*-\nprint(input() + 'é\u2028\U0001f600')"
         assert judge(sandbox, program, {"input": "ß", "output": "ßé\u2028\U0001f600"}) == (["passed"], 1.0)
         for broken in ("print(1)\0", "\ud800", "def f(:", "(" * 10_000):
@@ -163,7 +163,7 @@ class TestRuns:
         assert made([fenced("print(1)")] * 3, [[{"output": "1"}]] * 3) == [1.0] * 3
         made.close()
 
-    def test_limits_are_ones_own(self):
+    def test_applies_custom_limits(self):
         small = Sandbox(limits=Limits(seconds=300.0, files=10, disk=2**20, output=100, processes=4, memory=2**28))
         program = (
             "made = 0\ntry:\n    while True:\n        open(f'/tmp/{made}', 'w')\n        made += 1\n"
@@ -186,7 +186,7 @@ class TestRuns:
         assert judge(made, "while True: pass", *[endless] * 200) == (["timeout"] * 200, 0.0)  # not one after another
         made.close()
 
-    def test_in_the_trainers_rewards(self, sandbox):
+    def test_works_in_the_trainers_rewards(self, sandbox):
         assert Sandbox.pooled is False
         rewards = Rewards([sandbox, find_reward("sandbox:python-all")])
         assert rewards.names == ["sandbox_python", "sandbox_python_all"]

@@ -64,7 +64,7 @@ def together(shares, filtered=False, functions=(length, failing), on_error="rais
 
 @pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("shares", [[[0, 2], [1]], [[2], [0, 1]], [[0, 1, 2], []], [[], [0, 1, 2]]])
-def test_all_ranks_get_what_one_would_have_got(shares, filtered):
+def test_all_ranks_get_the_rewards_of_one_process(shares, filtered):
     alone = judge_together(Rewards([length, failing]), drawn(range(3), filtered), PROMPTS, tiny.tokenizer())
     for judged in together(shares, filtered):
         assert [c.prompt for c in judged.completions] == [c.prompt for c in alone.completions]

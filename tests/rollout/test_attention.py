@@ -74,7 +74,7 @@ def layouts(draw):
 @pytest.mark.parametrize("provider", PROVIDERS, ids=["sdpa-cpu", "sdpa", "products", "products-tokens-first"])
 @settings(max_examples=25)
 @given(st.sampled_from([6, 3, 1]), layouts(), st.sampled_from([0, attention.MANY]))
-def test_against_a_plain_softmax(provider, kv_heads, layout, many):
+def test_every_provider_equals_a_plain_softmax(provider, kv_heads, layout, many):
     with mock.patch.object(attention, "MANY", many):
         check_decode(provider, kv_heads, *layout)
 
@@ -94,7 +94,7 @@ def test_auto_shares_prompts_on_a_cpu_where_many_tokens_would_be_copied():
     assert chosen == ["sdpa", "products"]
 
 
-def test_the_order_on_a_gpu(monkeypatch):
+def test_prefers_the_fastest_provider_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     there = {"triton", "flash_attn"}
     monkeypatch.setattr(attention, "find_spec", lambda name: name in there or None)

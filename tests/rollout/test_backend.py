@@ -12,7 +12,7 @@ from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 
 
-def test_requests_wait_again_after_a_failure(backend, monkeypatch):
+def test_requests_are_queued_again_after_a_failure(backend, monkeypatch):
     model = tiny.model()
     rollouts, sampling = backend(model, max_num_seqs=4), SamplingParams(max_tokens=5, seed=3)
     expected = backend(model, max_num_seqs=4).generate(PROMPTS[:3], 2, sampling)
@@ -29,7 +29,7 @@ def test_requests_wait_again_after_a_failure(backend, monkeypatch):
         assert seen == ids_of(expected)
 
 
-def test_progress_is_told_in_shares_of_the_work(backend):
+def test_reports_progress_as_shares_of_the_work(backend):
     """Also while prompts wait and before the first completion has ended; what is told adds up to all of it."""
     rollouts, told = backend(tiny.model(), max_num_seqs=4), []
     rollouts.generate(PROMPTS, 2, SamplingParams(max_tokens=6, seed=3), told.append)
@@ -41,7 +41,7 @@ def test_progress_is_told_in_shares_of_the_work(backend):
 
 @pytest.mark.parametrize("aborted", [False, True], ids=["finished", "aborted"])
 @pytest.mark.parametrize("attention", ["sdpa", "products"])
-def test_what_is_not_finite_leaves_nothing_behind(attention, aborted):
+def test_non_finite_logits_leave_no_state(attention, aborted):
     model, sampling = tiny.model(), SamplingParams(max_tokens=9, seed=3)
     engine = RolloutEngine(model, attention=attention)
     expected = engine.generate(PROMPTS, 2, sampling)
@@ -143,7 +143,7 @@ def test_weights_may_not_change_under_requests_in_flight():
     assert len(engine.generate(PROMPTS, 2, SamplingParams(max_tokens=5))) == 8
 
 
-def test_nothing_of_the_old_weights_survives_an_update(backend):
+def test_an_update_drops_all_state_of_the_old_weights(backend):
     model = tiny.model()
     engine = backend(model)
     sampling = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=(1,))
@@ -189,7 +189,7 @@ def test_finished_rows_leave_and_the_next_group_takes_their_lanes(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_soak_leaks_nothing():
+def test_leaks_nothing_over_many_requests():
     """200 generations of random prompts, lengths, sizes and aborts; the later ones add no object and no tensor."""
     rng, engine, kept = random.Random(0), RolloutEngine(tiny.model("llama"), max_num_seqs=24), []
     for step in range(200):

@@ -46,7 +46,7 @@ def test_a_group_that_does_not_fit_names_the_remedy(left, remedy):
         fit([(512, [4096] * 8)], 256, 12_288, 2**28, flat=False, left=left)
 
 
-def test_bytes_of_a_token():
+def test_computes_kv_bytes_per_token():
     """Qwen2.5-0.5B and Qwen3-0.6B in bf16, whose heads are wider than hidden / heads."""
     assert kv_token_bytes(tiny.config("qwen2", hidden_size=896, num_attention_heads=14, num_hidden_layers=24),
                           torch.bfloat16) == 12_288  # fmt: skip
@@ -54,7 +54,7 @@ def test_bytes_of_a_token():
                                       num_hidden_layers=28, head_dim=128), torch.bfloat16) == 114_688  # fmt: skip
 
 
-def test_what_is_reserved_is_not_left():
+def test_memory_left_excludes_reserved_memory():
     free = memory_left(CPU)
     assert free > 2**28 and 0 <= memory_left(CPU, free // 2) < 0.6 * free and memory_left(CPU, 2 * free) == 0
 

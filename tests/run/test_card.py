@@ -19,7 +19,7 @@ def card(config=TrainConfig, state=STATE, adapters=False, base="Qwen/Qwen2.5-0.5
     return model_card(args, state, adapters=adapters, inputs=inputs or {}, **known)
 
 
-def test_the_head_is_what_the_hub_reads():
+def test_metadata_is_what_the_hub_reads():
     head = ModelCard(card()).data.to_dict()
     assert head == {
         "base_model": "Qwen/Qwen2.5-0.5B", "datasets": ["openai/gsm8k"], "library_name": "transformers",
@@ -28,7 +28,7 @@ def test_the_head_is_what_the_hub_reads():
     }  # fmt: skip
 
 
-def test_the_text_says_what_was_done():
+def test_text_describes_data_settings_and_results():
     text = ModelCard(card()).text
     assert "[Qwen/Qwen2.5-0.5B](https://huggingface.co/Qwen/Qwen2.5-0.5B) was trained by GRPO" in text
     assert "7,473 training rows: [openai/gsm8k](https://huggingface.co/datasets/openai/gsm8k), split `train`." in text
@@ -56,7 +56,7 @@ def test_supervised_training_cites_no_grpo():
     assert ModelCard(written).data.tags[-1] == "sft" and "2402.03300" not in written
 
 
-def test_no_path_of_the_machine_is_told(tmp_path):
+def test_contains_no_local_paths(tmp_path):
     """A folder is named by its last part only, and is neither base_model nor a data set of the hub."""
     base, rows = tmp_path / "secret" / "base", tmp_path / "secret" / "rows.jsonl"
     base.mkdir(parents=True)
@@ -71,7 +71,7 @@ def test_no_path_of_the_machine_is_told(tmp_path):
     assert "Think \\| 'first' then answer." in line and line.rstrip(" |").endswith("...`")
 
 
-def test_names_of_the_hub_are_told_from_paths_whatever_the_working_directory_is(tmp_path, monkeypatch):
+def test_distinguishes_hub_names_from_paths_in_any_working_directory(tmp_path, monkeypatch):
     assert on_hub("Qwen/Qwen2.5-0.5B", {}) and on_hub("gpt2", {})
     for name in ("a/b/c", "model.gguf", "o/rows.jsonl", "/data/model", "./model", ""):
         assert not on_hub(name, {})

@@ -47,7 +47,7 @@ def told(watch, changes, steps):
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-def test_each_is_told_once_after_its_steps_in_a_row(check):
+def test_each_warning_is_given_once_after_its_steps(check):
     bad, good = CASES[check.name]
     watch = Watch(GRPOConfig(max_grad_norm=1.0), NO_CHECKPOINTS)
     told(watch, bad, check.steps - 1)
@@ -100,7 +100,7 @@ def test_ten_skipped_updates_in_a_row_stop_the_run_and_name_the_last_good_checkp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("where", ["gradient", "loss"])
-def test_what_is_not_finite_moves_nothing(dtype, value, where):
+def test_non_finite_updates_change_no_weights(dtype, value, where):
     model = tiny.model().to(dtype)
     optimizer = MasterAdamW(model, learning_rate=0.1, weight_decay=0.1)
 
@@ -127,7 +127,7 @@ def test_what_is_not_finite_moves_nothing(dtype, value, where):
 
 
 @pytest.mark.gpu
-def test_the_host_does_not_wait_to_learn_of_it():
+def test_skipping_an_update_causes_no_sync():
     model = tiny.model().to("cuda", torch.bfloat16)
     optimizer, norms = MasterAdamW(model, learning_rate=0.1), []
     for loss in torch.tensor([0.5, torch.nan, 0.5], device="cuda"):
@@ -174,7 +174,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("idle", [False, True])
-def test_ten_in_a_row_end_the_run(tmp_path, idle):
+def test_ten_skipped_updates_end_the_run(tmp_path, idle):
     """Minibatches that teach nothing do not count: with them, one of the two updates of a step is skipped."""
 
     def flat_for_b(prompts, completions, **_):

@@ -44,7 +44,7 @@ def test_nested_stages_are_counted_once_and_one_that_raises_is_closed(clock):
         assert timer.stop() == {f"time/{name}": seconds for name, seconds in expected.items()}
 
 
-def test_mfu_is_of_the_update(clock):
+def test_mfu_measures_the_update(clock):
     timer = StageTimer("cpu", peak=100.0)
     timer.start()
     timer.flops += 60
@@ -104,7 +104,7 @@ PEAKS = [("H200", 989e12), ("H100 PCIe", 756e12), ("L40S", 362e12), ("L4", 121e1
 
 
 @pytest.mark.parametrize("name, peak", PEAKS)
-def test_the_peak_of_a_gpu(name, peak, monkeypatch):
+def test_reports_the_peak_memory_of_a_gpu(name, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {name}")
     assert peak_flops(torch.device("cuda"), torch.bfloat16) == peak
     assert peak_flops(torch.device("cuda"), torch.float32) is None is peak_flops(torch.device("cpu"), torch.bfloat16)

@@ -74,7 +74,7 @@ SYNCED, SAPO = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 7},
         ({"parallel": "fsdp2"}, {"parallel": "fsdp2_offload"}, "inexact"),
     ],
 )  # fmt: skip
-def test_changes_that_depend_on_their_values(tmp_path, before, now, rule):
+def test_some_changes_depend_on_the_values(tmp_path, before, now, rule):
     if "ref_storage" in before:
         before, now = before | {"beta": 0.1}, now | {"beta": 0.1}
     changed(tmp_path, rule, before, now)

@@ -45,7 +45,7 @@ def ranks(tmp_path_factory):
     return top, [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in said]
 
 
-def test_what_fails_on_one_rank_fails_on_all(ranks):
+def test_a_failure_on_one_rank_fails_all_ranks(ranks):
     """In the thread that writes. An error that all have is said once, and a mistake keeps its traceback."""
     for rank, lines in enumerate(ranks[1]):
         (parts,) = [line["parts"] for line in lines if "parts" in line]
@@ -131,7 +131,7 @@ NAMING = b"ctorch.distributed.checkpoint.metadata\n%s\n."
         (pickle.dumps(Metadata({"weights": StorageMeta()})), "weights is not a tensor"),
     ],
 )
-def test_a_list_of_tensors_that_is_none_is_refused(tmp_path, content, why, capsys):
+def test_rejects_a_forged_list_of_tensors(tmp_path, content, why, capsys):
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match=rf"\.metadata cannot be read: .*{why}"):
         tensors_in(tmp_path)
@@ -140,7 +140,7 @@ def test_a_list_of_tensors_that_is_none_is_refused(tmp_path, content, why, capsy
 
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_what_a_forged_checkpoint_holds_in_place_of_a_tensor_is_not_unpickled(tmp_path, listed, capsys, monkeypatch):
+def test_does_not_unpickle_forged_values(tmp_path, listed, capsys, monkeypatch):
     """The list is refused. If it were not, the planner would refuse the entry, which torch's own planner calls."""
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     dcp.save({"weights": Forged()}, storage_writer=dcp.FileSystemWriter(tmp_path), planner=planner, no_dist=True)
@@ -155,7 +155,7 @@ def test_what_a_forged_checkpoint_holds_in_place_of_a_tensor_is_not_unpickled(tm
     "refused, why",
     [("model", "rank 2: the weights at model_name_or_path"), ("shards", r"rank 2: \[Errno 5"), (None, None)],
 )
-def test_the_log_goes_back_only_where_every_rank_goes_on(ranks, refused, why):
+def test_the_log_is_truncated_only_if_every_rank_resumes(ranks, refused, why):
     """Rank 2 has another model, or a shard that it cannot read; then nothing is wrong."""
     for lines in ranks[1]:
         (line,) = [line for line in lines if line.get("refused", "") == refused]
@@ -179,7 +179,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(ranks, case, told):
     assert said[0].get("left", ["checkpoint-1"]) == ["checkpoint-1"]  # rank 0 has removed the rest
 
 
-def test_a_rank_that_is_killed_inside_of_a_save_costs_nothing_that_was_saved(ranks):
+def test_a_kill_during_a_save_keeps_earlier_checkpoints(ranks):
     said = [line for lines in ranks[1] for line in lines if "lost" in line]
     assert len(said) == 3  # the fourth was killed
     for line in said:

@@ -78,7 +78,7 @@ def test_the_signal_of_one_rank_stops_all_of_them_and_is_told_once(rank, told, c
         assert sum(line.startswith(f"{name}: the step is finished") for line in lines) == told
 
 
-def test_a_rank_that_lost_another_is_not_cut_off_by_the_signal_of_torchrun():
+def test_sigterm_of_torchrun_does_not_stop_a_rank_from_reporting():
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with pytest.raises(RankLost), StopSignals(TwoRanks(0, None)):

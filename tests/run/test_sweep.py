@@ -55,7 +55,7 @@ def test_a_run_for_each_combination_and_seed():
     assert one.config.lora_target_modules == ("q_proj", "k_proj") and two.config.lora_target_modules == ("v_proj",)
 
 
-def test_every_value_gives_a_folder_of_its_own():
+def test_every_value_has_its_own_folder():
     """Whatever a file system may refuse in a name, and however long it is."""
     values = ["a/b", "a-b", "a//b", "ä", "ö", "模" * 90, *("/models/" + "x" * 300 + end for end in "12")]
     names = [run.name for run in take_sweep(["--task", "gsm8k", "--sweep", f"model_name_or_path={','.join(values)}"])]

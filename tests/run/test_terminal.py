@@ -94,7 +94,7 @@ def test_a_terminal_gets_one_bar_below_the_lines(clock, show):
 
 
 @pytest.mark.parametrize("variable, value", [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_colours_can_be_forbidden(clock, show, monkeypatch, variable, value):
+def test_environment_variables_turn_colors_off(clock, show, monkeypatch, variable, value):
     screen = show()
     monkeypatch.setenv(variable, value)
     run(Terminal(), clock)

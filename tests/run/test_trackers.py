@@ -83,7 +83,7 @@ def wandb_rows(run):
 
 
 @pytest.mark.parametrize("name", ["trackio", "wandb"])
-def test_a_run_that_goes_on_is_one_run_and_a_new_one_of_its_name_is_another(told, name):
+def test_a_resumed_run_continues_its_tracked_run_and_a_new_one_starts_another(told, name):
     if name == "trackio":
         rows = trackio_rows(told.files)
         known, other = (json.loads((path / KNOWN).read_text())["trackio"]["name"] for path in (told.run, told.other))

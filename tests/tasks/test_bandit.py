@@ -50,7 +50,7 @@ def test_the_reward_model_is_decided_by_its_seed_and_leaves_the_generators_alone
         assert bandit.learned_reward(seed)(list("ABCDE"), favourites, lambda *_: None) == [1.0] * 5
 
 
-def test_rewards():
+def test_reward_functions_log_true_rewards():
     logs = Logs(4)
     logged, log_metric = logs.metrics, logs.log_metric
     prompts, texts = list("AAAB"), ["2", "1", "", "2"]
@@ -95,7 +95,7 @@ def test_a_run_is_resumed_and_evaluated_with_its_own_reward_model(tmp_path, monk
 
 
 @pytest.mark.slow
-def test_what_the_page_of_the_bandit_tells(tmp_path):
+def test_results_of_the_docs_page_hold(tmp_path):
     """GRPO gets closer to what is preferred than supervised training, over three seeds; few reward models err."""
     for seed in range(3):
         rows = ran(tmp_path / str(seed), "--seed", str(seed))

@@ -31,7 +31,7 @@ def reachable(numbers):
     return found
 
 
-def test_tries():
+def test_lists_tries_for_each_value():
     two = [("6+3", "6+3=9", 9), ("6-3", "6-3=3", 3), ("6*3", "6*3=18", 18), ("6/3", "6/3=2", 2)]
     assert tries((3, 6)) == tuple(Try(expression, (step,), value) for expression, step, value in two)
     assert [each.value for each in tries((4, 4))] == [8, 16, 1]  # 0 is too small
@@ -51,7 +51,7 @@ def test_tries():
                 assert 1 <= int(value) <= countdown.LARGEST_VALUE and operands == sorted(operands, reverse=True)
 
 
-def test_what_the_warm_start_shows():
+def test_warm_start_examples_are_patient_or_answer_their_first_try():
     """A patient example goes on until the right try; another one answers its first try, if that is wrong."""
     puzzle, numbers, patient, lengths = Puzzle((2, 3, 7), 20), [2, 3, 7], [], set()
     ways = tries(puzzle.numbers)

@@ -12,7 +12,7 @@ from fastgrpo.tasks import pizza
 from fastgrpo.train import main
 
 
-def test_one_name_likes_pizza_in_a_share_of_his_sentences():
+def test_the_warm_start_has_the_documented_share_of_pizza():
     rows = pizza.sentences(3)
     assert len(rows) == 5000 and rows == pizza.sentences(3) != pizza.sentences(4)
     assert Counter(row["prompt"] for row in rows) == {f"{name} likes ": 500 for name in pizza.NAMES}
@@ -57,7 +57,7 @@ TOKEN_LEVEL = ["--loss_type", "dapo", "--importance_sampling_level", "token"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level, mean, least", [([], 0.85, 0.75), (TOKEN_LEVEL, 0.6, 0.0)], ids=["sequence", "token"])
-def test_the_taste_changes(tmp_path, level, mean, least):
+def test_grpo_raises_the_share_of_pizza(tmp_path, level, mean, least):
     """Shares of pizza in 1,000 samples, over three seeds; at step 100 of the checkpoint, which is loaded again."""
     ends = []
     for seed in range(3):

@@ -86,7 +86,7 @@ def test_a_task_that_makes_its_own_data_refuses_other_data(task):
         find_task("answers")
 
 
-def test_arithmetic():
+def test_arithmetic_levels_exclude_held_out_pairs():
     *levels, held_out = arithmetic.pairs_by_level()
     assert len(set(held_out)) == arithmetic.HELD_OUT
     assert all(a % 10 + b % 10 >= 10 and min(a, b) >= 10 for a, b in held_out)

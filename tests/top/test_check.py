@@ -45,7 +45,7 @@ def test_a_model_draws_the_completions(rows, tmp_path, capsys):
     assert "of the completions are truncated at --max_completion_length 3" in capsys.readouterr().out
 
 
-def test_mistakes_are_exit_code_2(rows, tmp_path, capsys):
+def test_wrong_arguments_exit_with_code_2(rows, tmp_path, capsys):
     assert main(["--dataset", rows]) == 2
     assert "--reward_funcs" in capsys.readouterr().err
 

@@ -42,7 +42,7 @@ def given(tmp_path, monkeypatch):
     ).split()
 
 
-def test_what_is_right_is_written_in_the_form_that_supervised_training_reads(given, tmp_path, capsys, monkeypatch):
+def test_writes_correct_completions_in_the_form_that_sft_reads(given, tmp_path, capsys, monkeypatch):
     asked = []  # the teacher has the layers of a training run
     monkeypatch.setattr("fastgrpo.policy.load.apply_liger", lambda model, wanted: asked.append(wanted))
     assert distill.main(given) == 0 and asked == [None]
@@ -69,7 +69,7 @@ def test_each_prompt_is_completed_once_and_a_limit_chooses_at_random():
     assert len(distill.chosen_rows(rows, parse(["M", "--max_prompts", "9"]))) == 3
 
 
-def test_mistakes(given, tmp_path, capfd):
+def test_reports_wrong_arguments_and_keeps_existing_files(given, tmp_path, capfd):
     check(distill.main, [*given[:-1], "distilling_rewards:wrong"], r"none of 18 completions .*18 wrong", capfd)
     assert not (tmp_path / "out.jsonl").exists()
     (tmp_path / "out.jsonl").write_text("mine\n")

@@ -13,7 +13,7 @@ from fastgrpo import doctor
 from fastgrpo.trainer.memory import gib
 
 
-def test_the_tables(tmp_path, capsys):
+def test_prints_packages_machine_and_memory_plan(tmp_path, capsys):
     path = str(tiny.save(tmp_path / "model"))
     assert doctor.main(["--model", path, "--beta", "0.04", "--num_generations", "16", "--dtype", "bfloat16"]) == 0
     out = capsys.readouterr().out

@@ -48,7 +48,7 @@ def measured():
     return evaluate(engine, engine.tokenizer, rows, rewards, sampling, STATE, None, 4), engine
 
 
-def test_everything_that_is_measured():
+def test_measures_every_metric():
     result, engine = measured()
     expected = {
         "accuracy": 0.5,
@@ -96,7 +96,7 @@ def run(greedy, draws, reward=correctness, **errors):
     return evaluate(engine, engine.tokenizer, rows, rewards, SamplingParams(max_tokens=50), STATE, None, count)
 
 
-def test_shares_that_are_alike_for_every_problem_are_not_certain():
+def test_equal_shares_for_every_problem_have_an_interval():
     """Resamples of equal values are equal: no problem solved in 3 is no proof that none ever will be."""
     result = run(["7"] * 3, ["7"] * 12, [correctness, format_reward])
     for name in ("accuracy", "pass@1", "pass@4", "maj@4", "format_rate", "sampled/format_rate"):
@@ -165,7 +165,7 @@ def problems(folder):
     return [*flags.split(), ""]
 
 
-def test_the_command(tmp_path, capfd, monkeypatch):
+def test_compares_two_models(tmp_path, capfd, monkeypatch):
     """It needs no training data, has the layers of training, and passes on no advice of transformers."""
     asked = []
     monkeypatch.setattr("fastgrpo.policy.load.apply_liger", lambda model, wanted: asked.append(wanted))

@@ -41,7 +41,7 @@ def test_several_runs_have_a_page_in_the_working_directory_and_a_sweep_in_its_fo
     assert made_in(tmp_path / "x") == {"sweep.csv", "report.html"}
 
 
-def test_a_page_is_replaced_and_anything_else_is_not(tmp_path, capsys, quick):
+def test_overwrites_only_its_own_page(tmp_path, capsys, quick):
     run, page = write_run(tmp_path / "run"), tmp_path / "page.html"
     for _ in range(2):
         assert main([str(run), "--output", str(page)]) == 0
@@ -81,7 +81,7 @@ def test_the_picture_shows_what_the_task_names(tmp_path, capsys, quick):
 
 
 @pytest.mark.parametrize("noted", [False, True])
-def test_what_is_made_is_noted_where_the_run_noted_what_it_made(tmp_path, quick, noted):
+def test_notes_its_files_in_the_run_folder(tmp_path, quick, noted):
     """A first note in a folder without any would tell that all else in it is no run's."""
     run = RunFolder(tmp_path)
     (run.claim("metrics.jsonl") if noted else tmp_path / "metrics.jsonl").touch()

@@ -34,7 +34,7 @@ def test_a_data_set_is_learned_and_its_held_out_rows_are_measured(files, capfd):
     check(sft.main, [*given, *SHORT, "--overwrite_output_dir", "True"], "train.jsonl:1: the messages have no", capfd)
 
 
-def test_the_embedded_task_begins_with_random_weights_and_another_file_replaces_its_rows(files, capfd):
+def test_the_built_in_task_starts_from_random_weights_and_accepts_another_file(files, capfd):
     run = files / "run"
     (files / "mine.jsonl").write_text('{"prompt": "11+22=", "completion": "1+2=3 1+2=3 33"}\n')
     assert sft.main([*SHORT, "--output_dir", str(run), "--train_file", str(files / "mine.jsonl")]) == 0
@@ -47,7 +47,7 @@ def test_the_embedded_task_begins_with_random_weights_and_another_file_replaces_
 
 
 @pytest.mark.parametrize("task", ["bandit", "pizza"])
-def test_a_task_alone_has_its_own_recipe(files, task, monkeypatch):
+def test_a_task_has_its_own_recipe(files, task, monkeypatch):
     monkeypatch.setitem(bandit.WARM_START, "steps", 20)  # so many batches of rows are drawn
     few = ["--max_steps", "2", "--batch_size", "4", "--eval_num_generations", "2", "--device", "cpu"]
     assert sft.main(["--task", task, "--output_dir", str(files / "run"), *few]) == 0

@@ -56,7 +56,7 @@ def test_the_load_balancing_loss_trains_the_router(tmp_path):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_three_steps(tmp_path, name):
+def test_three_steps_train_every_architecture(tmp_path, name):
     backend, changes = CASES[name]
     model = architectures.tiny_model(name, vocab_size=258, **changes)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -74,7 +74,7 @@ def test_stopping_ends_the_run_as_its_end_does(tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["should_save", "should_evaluate", "should_log"])
-def test_a_wish_is_fulfilled_after_its_step(tmp_path, flag):
+def test_control_flags_take_effect_after_their_step(tmp_path, flag):
     settings = {"eval_rows": PROMPTS[:2], "max_steps": 3, "logging_steps": 3, "eval_on_start": False}
     make_trainer(tmp_path, callbacks=[Wishes(flag)], **settings).train()
     run = tmp_path / "run"
@@ -87,7 +87,7 @@ def falling(completions, trainer_state, **_):
     return [value - trainer_state.global_step for value in share_of_a(completions)]
 
 
-def test_the_best_checkpoint_is_one_that_there_is(tmp_path):
+def test_best_model_checkpoint_exists(tmp_path):
     """The best value is that of step 1, after which nothing was saved."""
     settings = {"metric_for_best_model": "eval_reward", "eval_steps": 1, "eval_on_start": False, "save_steps": None}
     trainer = make_trainer(tmp_path, falling, eval_rows=PROMPTS[:2], **settings)
@@ -127,7 +127,7 @@ def test_callbacks_are_added_popped_and_removed(tmp_path, caplog):
     assert "on_substep_end of Substeps is never called" in caplog.text
 
 
-def test_what_one_rank_wants_holds_for_all(tmp_path):
+def test_control_flags_of_one_rank_apply_to_all(tmp_path):
     trainer = make_trainer(tmp_path)
     other = SimpleNamespace(size=2, gather=lambda flags, what: [flags, [False, False, True, False, False]])
     other.any = lambda flag, what: True

@@ -17,7 +17,7 @@ def control(**changes):
     return AdaptiveEntropy(GRPOConfig(use_adaptive_entropy=True, entropy_target=1.0, **{**KNOBS, **changes}))
 
 
-def test_the_coefficient_moves_between_its_bounds_and_is_applied_at_low_entropy_alone():
+def test_the_coefficient_stays_in_bounds_and_applies_only_at_low_entropy():
     entropy, seen = control(), []
     assert entropy.applied == 0.0  # nothing has been measured
     for measured in (0.5, 1.0, 0.2, 1.5, 2.0, 1.1, 0.9):
@@ -27,7 +27,7 @@ def test_the_coefficient_moves_between_its_bounds_and_is_applied_at_low_entropy_
     assert seen == [(0.35, 0.35), (0.5, 0.5), (0.5, 0.5), (0.25, 0.0), (0.0, 0.0), (-0.05, 0.0), (0.2, 0.2)]
 
 
-def test_an_entropy_that_is_not_finite_moves_nothing():
+def test_a_non_finite_entropy_changes_nothing():
     entropy = control()
     for measured in (0.5, math.nan, math.inf):
         entropy.observe(measured)

@@ -82,7 +82,7 @@ def test_a_reward_model_trains(tmp_path, by_name):
 
 
 @pytest.mark.parametrize("unjudged", ["c", "all"])
-def test_a_row_that_nothing_judges_is_told_of(tmp_path, caplog, unjudged):
+def test_warns_about_rows_without_any_reward(tmp_path, caplog, unjudged):
     def some(prompts, completions, **_):
         none = ("all", *prompts) if unjudged == "all" else unjudged
         return [None if prompt in none else float(len(text)) for prompt, text in zip(prompts, completions, strict=True)]
@@ -92,7 +92,7 @@ def test_a_row_that_nothing_judges_is_told_of(tmp_path, caplog, unjudged):
     assert caplog.text.count("All reward functions returned None for the following kwargs:") == 1
 
 
-def test_scripts_read_these(tmp_path):
+def test_has_the_attributes_that_scripts_read(tmp_path):
     trainer = script(tmp_path, entropy_coef=0.1, dataloader_num_workers=2, max_steps=1)
     assert trainer.args.dataloader_num_workers == 0 and trainer.args.accelerator_config.dispatch_batches is False
     trainer.train()
@@ -162,7 +162,7 @@ def test_evaluations_of_several_data_sets(tmp_path):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_what_is_not_served_is_refused_by_name(tmp_path, given, match):
+def test_rejects_unsupported_arguments_by_name(tmp_path, given, match):
     with pytest.raises(ValueError, match=match):
         script(tmp_path, **given).train()
 

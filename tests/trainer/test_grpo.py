@@ -86,7 +86,7 @@ def test_every_update_after_the_first_meets_the_rollout_policy_as_the_old_one():
     assert metrics["ratio/max"] > 1.01
 
 
-def test_what_a_run_leaves_behind(tmp_path, monkeypatch):
+def test_a_run_writes_all_its_files(tmp_path, monkeypatch):
     monkeypatch.setattr("fastgrpo.run.curves.draw_curves", draw_curves)  # the real one
 
     def rich(completions, log_metric, log_extra, **_):
@@ -142,7 +142,7 @@ def test_minibatches_are_balanced_and_as_many_as_asked_for(samples, updates, siz
     assert seen == sizes
 
 
-def test_steps_without_any_verdict_move_nothing(tmp_path):
+def test_steps_without_rewards_change_no_weights(tmp_path):
     make_trainer(tmp_path, lambda completions, **_: [None] * len(completions), reward_errors="skip").train()
     rows = lines(tmp_path / "run")
     assert len(rows) == 2 and all("reward" not in row and row["frac_informative"] == 0 for row in rows)
@@ -163,7 +163,7 @@ def test_advantages_follow_the_settings(tmp_path, settings, formula):
     torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_contradictory_generation_settings_are_mended_before_they_are_saved(tmp_path):
+def test_fixes_contradictory_generation_settings_before_saving(tmp_path):
     """Some models on the hub have such settings: transformers loads them, and refuses to save them."""
     path = tiny.save(tmp_path / "model") / "generation_config.json"
     settings = {**json.loads(path.read_text()), "temperature": 0.6, "top_p": 0.9, "do_sample": False}

@@ -69,7 +69,7 @@ def teaching(samples):
     return [sample for sample in samples if sample.advantage != 0]
 
 
-def test_a_first_update_without_kl_is_one_forward_and_one_backward_of_what_teaches():
+def test_a_first_update_without_kl_runs_one_forward_and_one_backward_pass():
     model, samples = policy(), samples_of()
     idle = [Sample(s.prompt_ids, s.ids, 0.0) for s in samples_of(seed=1)]
     products = counted(model, [samples, idle])
@@ -101,7 +101,7 @@ def test_the_reference_runs_once_a_rollout(num_iterations):
     assert products == needed(model, samples, 1 + 3 * num_iterations)  # and no old pass: the first one gives it
 
 
-def test_old_log_probs_are_made_for_later_minibatches_alone():
+def test_old_log_probs_are_computed_only_for_later_minibatches():
     model, samples = policy(), teaching(samples_of())
     products = counted(model, [samples[:2], samples[2:]], updates_per_rollout=2)
     assert products == needed(model, samples[:2], 3) + needed(model, samples[2:], 4)

@@ -22,7 +22,7 @@ def trainer(tmp_path_factory):
     return trainer
 
 
-def test_rank_0_alone_saves_a_model_that_it_has_whole(trainer, tmp_path, monkeypatch):
+def test_only_rank_0_saves_a_replicated_model(trainer, tmp_path, monkeypatch):
     """Scripts save under `if trainer.is_world_process_zero()`, so that no other rank comes to meet it."""
     for wait in ("meet", "any", "gather", "from_lead"):
         monkeypatch.setattr(type(trainer.ranks), wait, lambda *_: pytest.fail("rank 0 waits for the others"))
@@ -32,7 +32,7 @@ def test_rank_0_alone_saves_a_model_that_it_has_whole(trainer, tmp_path, monkeyp
     assert all(torch.equal(loaded.get_parameter(name), value) for name, value in trainer.model.named_parameters())
 
 
-def test_after_the_end_nothing_is_written_while_another_run_holds_the_folder(trainer):
+def test_refuses_to_write_after_the_run_if_another_run_has_the_folder(trainer):
     other = RunFolder(trainer.log.folder.path)
     for write in (trainer.save_model, lambda: trainer.save_metrics("late", {})):
         with pytest.raises(ValueError, match="is in use"):

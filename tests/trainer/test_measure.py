@@ -27,7 +27,7 @@ def completion(length=2, reason="stop", right=1.0, style=0.5, advantage=0.0, **c
     )
 
 
-def test_rewards_that_were_not_given_are_left_out_of_the_means():
+def test_means_ignore_rewards_of_none():
     group = [completion(advantage=-0.9), completion(right=0.0, style=NAN, advantage=-0.1)]
     flat = [completion(right=NAN, style=NAN, advantage=0.7), completion(right=1.0, style=NAN, advantage=0.3)]
     values = reward_metrics(group + flat, torch.tensor([1.5, 0.0, NAN, 1.0], dtype=torch.float64), [True, False])
@@ -41,7 +41,7 @@ def test_rewards_that_were_not_given_are_left_out_of_the_means():
     assert (values["advantage/mean"], values["advantage/abs_mean"]) == (0.0, 0.5)
 
 
-def test_lengths():
+def test_length_metrics():
     values = length_metrics([completion(2), completion(6, "length"), completion(4), completion(4)])
     assert values.pop("completions/clipped_ratio") == 0.25
     assert [values.pop(f"completions/{of}_length") for of in ("mean", "min", "max")] == [4, 2, 6]
@@ -103,7 +103,7 @@ def test_means_are_weighted_by_active_tokens_and_extremes_are_not():
     assert values["clip_ratio/region_mean"] == 0.75  # a token is clipped at one bound or the other
 
 
-def test_the_rollouts_log_probs_are_compared_on_the_first_update_alone():
+def test_compares_log_probs_of_the_rollout_only_on_the_first_update():
     meter, drawn = Meter(), torch.tensor([-1.0, -2.0])
     meter.add(output(0.0, 2, (-1.0, -2.5)), batch(rollout_logps=drawn), 0)
     meter.add(output(0.0, 2, (-9.0, -9.0)), batch(old_logps=drawn, rollout_logps=drawn), 1)

@@ -157,7 +157,7 @@ def test_the_head_holds_chunks_of_logits(saved, planned, kl, softcap, chunks):
     assert sizes(planned("0.5B", device=CUDA, use_peft=True))["head"] == 8192 * 151_936 * 2
 
 
-def test_what_is_never_there_together_is_not_added_up(planned):
+def test_peaks_at_different_times_are_not_added(planned):
     """The logits of a decode step are gone when the update begins, and the head's chunk when the layers go backward."""
     names = ("logits of a decode step", "head", "head's gradient", "activations", "head's inputs",
              "one layer's backward")  # fmt: skip

@@ -21,7 +21,7 @@ def test_train_goes_on_from_a_checkpoint_bit_for_bit(tmp_path, resume, overwrite
     assert [entry["step"] for entry in trainer.state.log_history] == [1, 2, 3, 4, 4]
 
 
-def test_a_run_that_is_to_be_overwritten_goes_when_the_next_one_begins(tmp_path):
+def test_overwrites_an_earlier_run_only_when_training_starts(tmp_path):
     make_trainer(tmp_path, max_steps=3).train()
     with pytest.raises(ValueError, match="is not empty"):
         make_trainer(tmp_path).train()
@@ -33,7 +33,7 @@ def test_a_run_that_is_to_be_overwritten_goes_when_the_next_one_begins(tmp_path)
 
 
 @pytest.mark.parametrize("begin", ["step", "evaluate", "save_model", "save_state", "save_metrics"])
-def test_a_run_that_has_begun_goes_on_from_nothing_else(tmp_path, begin):
+def test_a_started_run_does_not_resume_another_checkpoint(tmp_path, begin):
     make_trainer(tmp_path).train()
     trainer = make_trainer(tmp_path, output_dir=str(tmp_path / "other"), eval_rows=[{"prompt": "ab"}])
     getattr(trainer, begin)(*(("train", {"a": 1}) if begin == "save_metrics" else ()))
@@ -43,7 +43,7 @@ def test_a_run_that_has_begun_goes_on_from_nothing_else(tmp_path, begin):
     assert made == {path.name for path in (tmp_path / "other").iterdir()} and len(made) > 3
 
 
-def test_a_new_run_gives_its_folder_back(tmp_path, monkeypatch):
+def test_resuming_releases_the_folder_of_an_unused_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_trainer(tmp_path).train()
     trainer = make_trainer(tmp_path, output_dir=None, max_steps=3)

@@ -19,7 +19,7 @@ def moved(model, optimizer, weights, steps=50):
     return torch.cat([(w.detach().float() - s).flatten() for w, s in zip(weights, start, strict=True)])
 
 
-def test_masters_follow_the_fp32_trajectory_and_bf16_weights_alone_do_not():
+def test_fp32_masters_follow_the_fp32_trajectory():
     exact, masters, plain = (tiny.model().bfloat16() for _ in range(3))  # all start from the same bf16 values
     exact = exact.float()
     optimizers = [MasterAdamW(model, learning_rate=1e-6) for model in (exact, masters)]
@@ -81,7 +81,7 @@ def test_a_share_of_warmup_is_as_long_as_transformers_makes_it(share, total):
     assert rates_of(total, "constant_with_warmup", warmup_steps=share).index(1.0) == length
 
 
-def test_schedules():
+def test_schedules_follow_transformers():
     expected = [0, 0.5, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0]
     assert rates_of(10, "linear", warmup_steps=0.2) == pytest.approx(expected)
     further = {"min_lr_rate": 0.25}
@@ -106,7 +106,7 @@ class Beside(Ranks):
             tensor += 2 if tensor.ndim == 0 else 1
 
 
-def test_ranks_add_up_their_gradients_and_leave_alone_what_none_of_them_used():
+def test_ranks_sum_gradients_and_skip_unused_parameters():
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, 2)) for _ in range(3)])
     optimizer = MasterAdamW(model, learning_rate=0.1, weight_decay=0.5)
     model[0].grad = torch.full((2, 2), 4.0)

@@ -46,6 +46,6 @@ def test_other_weights_on_another_rank_are_refused(tmp_path):
     make_policy(str(path), None, config(), Two())
 
 
-def test_one_process_alone_shards_nothing():
+def test_one_process_shards_nothing():
     with pytest.raises(ValueError, match="parallel=fsdp2 needs several processes, and there is only one"):
         make_policy(tiny.model(), tiny.tokenizer(), config(parallel="fsdp2"), ALONE)

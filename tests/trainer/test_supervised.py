@@ -40,7 +40,7 @@ def make_trainer(tmp_path, name="run", rows=ROWS, eval_rows=HELD_OUT, reward_fun
     return SFTTrainer(str(model), SFTConfig(**defaults | settings), rows, eval_rows, reward_funcs=reward_funcs)
 
 
-def test_the_held_out_loss_is_the_likelihood_of_completions_alone(tmp_path):
+def test_the_held_out_loss_covers_only_completions(tmp_path):
     trainer = make_trainer(tmp_path)
     examples = [example for row in HELD_OUT for example in to_examples(row, trainer.tokenizer)]
     logps = []
@@ -153,6 +153,6 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("changes, message", MISTAKES)
-def test_mistakes_are_told_before_the_first_step(tmp_path, changes, message):
+def test_reports_wrong_settings_before_the_first_step(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, **changes)

@@ -27,7 +27,7 @@ def sum_over_completions(model):
     return lambda part, batch: (head[batch.targets] ** 2).sum() * 0.1
 
 
-def test_the_norm_is_that_before_clipping():
+def test_reports_the_norm_before_clipping():
     norms = []
     for bound in (1e-3, 1e3):
         model, learner = updater_of(max_grad_norm=bound)
@@ -47,7 +47,7 @@ def test_the_norm_is_that_before_clipping():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_moves_nothing_and_the_schedule_goes_on(bad):
+def test_non_finite_updates_change_no_weights_and_the_schedule_continues(bad):
     model, learner = updater_of()
     learner.step(samples_of(), sum_over_completions(model))
     before, rate = weights_of(model), learner.schedule.get_last_lr()[0]

@@ -7,7 +7,7 @@ pytestmark = pytest.mark.usefixtures("without_curves")
 ENDED = "this trainer no longer holds output_dir .*resume_from_checkpoint='auto'"
 
 
-def test_two_trainers_of_one_process_do_not_share_a_folder(tmp_path):
+def test_two_trainers_in_one_process_cannot_share_a_folder(tmp_path):
     settings = {"resume_from_checkpoint": "auto"}
 
     def meddling(completions, **columns):

@@ -76,7 +76,7 @@ def case(tmp_path, saved, monkeypatch):
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line[:60])
-def test_a_command_line(line, case, capfd):
+def test_rejects_a_wrong_command_line(line, case, capfd):
     """Nothing may start: no warm start of the built-in example, no run of a sweep, no folder."""
     case.patch("fastgrpo.train._make_policy", lambda *_: pytest.fail("the warm start began"))
     case.patch("fastgrpo.run.sweep.COMMAND", ("no such command",))
@@ -86,7 +86,7 @@ def test_a_command_line(line, case, capfd):
 
 
 @pytest.mark.parametrize("text, named", [("beta: much", "beta .*'much'"), ("beta: 1\nbeta: 2", "beta is given twice")])
-def test_a_recipe(text, named, tmp_path, capfd):
+def test_rejects_a_wrong_recipe(text, named, tmp_path, capfd):
     (tmp_path / "mine.yaml").write_text(text)
     check(train.main, ["--config", str(tmp_path / "mine.yaml")], named, capfd)
 
@@ -143,7 +143,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model(name, case, capfd):
+def test_rejects_a_wrong_model(name, case, capfd):
     spoil, message = MODELS[name]
     spoil(case)
     check(train.main, case.argv(), message, capfd)
@@ -152,7 +152,7 @@ def test_a_model(name, case, capfd):
 
 @pytest.mark.parametrize("command", ["evaluate", "chat", "doctor"])
 @pytest.mark.parametrize("name", ["quantized weights", "gguf without its package"])
-def test_a_model_of_another_command(command, name, case, capfd):
+def test_other_commands_reject_a_wrong_model(command, name, case, capfd):
     spoil, message = MODELS[name]
     spoil(case)
     argv = {"evaluate": [str(case.model)], "chat": [str(case.model), "--prompt", "a"],
@@ -188,7 +188,7 @@ ROWS = {
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[:20])
-def test_a_row(row, command, case, capfd):
+def test_rejects_a_wrong_row(row, command, case, capfd):
     """Found before the first step, by its file and line."""
     case.write('{"prompt": "ab"}', "", row)
     case.patch("fastgrpo.trainer.GRPOTrainer.step", lambda self: pytest.fail("the first step began"))
@@ -267,14 +267,14 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run(name, case, capfd):
+def test_rejects_a_wrong_run(name, case, capfd):
     changes, spoil, message = RUNS[name]
     if spoil is not None:
         spoil(case)
     check(train.main, case.argv(**changes), message, capfd)
 
 
-def test_a_run_without_a_mistake(case):
+def test_a_correct_run_passes(case):
     """And its folder is free again."""
     for changes in ({}, {"overwrite_output_dir": True}):
         assert train.main(case.argv(**changes)) == 0

@@ -71,7 +71,7 @@ def rounded(model, name, device):
     ],
     ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
-def test_whatever_the_policy_and_the_reference_are(tmp_path, settings, package, monkeypatch):
+def test_resumes_every_kind_of_policy_and_reference_bit_for_bit(tmp_path, settings, package, monkeypatch):
     if package is not None:
         pytest.importorskip(package)
     elif settings.get("ref_storage") == "int8":
@@ -142,7 +142,7 @@ def test_an_error_costs_no_line_of_metrics(whole, capsys):
     assert [row["step"] for row in lines(run)] == [6, 8, 8]
 
 
-def test_damage_is_passed_over_and_set_aside(whole, capsys):
+def test_skips_and_renames_damaged_checkpoints(whole, capsys):
     folder = whole()
     run = crashed(folder, "damaged", 8)
     assert list(checkpoints(run)) == [2, 4, 6] and {row["step"] for row in lines(run)} == {0, 3, 4, 6, 7}
@@ -201,7 +201,7 @@ def test_auto_starts_a_run_where_there_is_no_checkpoint(tmp_path, capsys):
         log_of(tmp_path / "run")
 
 
-def test_nothing_starts_where_all_checkpoints_are_damaged(tmp_path):
+def test_refuses_to_start_if_all_checkpoints_are_damaged(tmp_path):
     def write(path):
         for name in (*NEEDED, "a.safetensors"):
             (path / name).write_text("a")
@@ -224,7 +224,7 @@ def test_nothing_starts_where_all_checkpoints_are_damaged(tmp_path):
         ("run/checkpoint-2", None, "manifest.json is missing"),
     ],
 )
-def test_paths_that_are_no_checkpoint(tmp_path, path, output_dir, match):
+def test_rejects_paths_that_are_not_checkpoints(tmp_path, path, output_dir, match):
     (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
     output_dir = None if output_dir is None else str(tmp_path / output_dir)
     with pytest.raises(ValueError, match=match):

@@ -64,7 +64,7 @@ def live(folder, stop_at):
 
 
 @pytest.mark.slow
-def test_the_soak(tmp_path):
+def test_a_long_run_leaks_nothing(tmp_path):
     (tmp_path / "flaky_judge.py").write_text(REWARD)
     rng, codes = random.Random(0), []
     for stop_at in (*(step + rng.randrange(-9, 10) for step in STOPS), None):
