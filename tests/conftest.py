@@ -1,4 +1,4 @@
-"""What every test gets: seeded torch, NaN in uninitialised memory, no hub, and a skip where a GPU is lacking."""
+"""Fixtures of every test: seeded torch, NaN in uninitialised memory, no hub, and a skip without a GPU."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What the commands share: flags, mistakes told in a line or two with exit code 2, and streams."""
+"""Shared code of the commands: flags, user errors of one or two lines with exit code 2, and streams."""
 
 import errno
 import io

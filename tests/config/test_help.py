@@ -1,8 +1,8 @@
-"""What --help of every command prints, compared as a whole with help.txt.
+"""The output of --help of every command, compared with help.txt.
 
     python tests/config/test_help.py > tests/config/help.txt        (make settings does it too)
 
-Read the difference before it is committed.
+Read the difference before you commit it.
 """
 
 import contextlib

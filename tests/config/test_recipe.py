@@ -1,4 +1,4 @@
-"""YAML files of settings, recipes, and what goes before what on the command line of training."""
+"""YAML files of settings, recipes, and the priority of flags, files and recipes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Settings: types, bounds, choices and conditions, and what the loss gets of them."""
+"""Settings: types, bounds, choices and conditions, and the objective made from them."""
 
 import copy
 import dataclasses
@@ -51,7 +51,7 @@ def bounds(name):
 
 
 def outside(name):
-    """Numbers outside of a setting's bounds, and what is no number. At 3e38, 1 more would be no other number."""
+    """Values outside of a setting's bounds, and values that are not numbers. At 3e38, adding 1 has no effect."""
     for key, bound in bounds(name).items():
         yield {"ge": bound - max(1, abs(bound)), "le": bound + max(1, abs(bound))}.get(key, bound)
     yield from (math.nan, math.inf)

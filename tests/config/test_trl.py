@@ -26,7 +26,7 @@ def defaults():
 
 
 def changed(**arguments):
-    """What these arguments change."""
+    """The settings that these arguments change."""
     config = dataclasses.asdict(GRPOConfig(**arguments))
     return {name: value for name, value in config.items() if value != OURS[name]}
 

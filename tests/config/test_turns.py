@@ -1,4 +1,4 @@
-"""Settings come back from every form that they are written in: flags, YAML, JSON, and the parsers of transformers."""
+"""Settings survive a round trip through flags, YAML, JSON, and the parsers of transformers."""
 
 import dataclasses
 import functools

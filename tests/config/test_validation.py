@@ -1,4 +1,4 @@
-"""Settings that do not go together: the error names one of them, in every record that has them."""
+"""Contradictory settings: the error names one of them, in every record that has them."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Rows become prompts and examples to learn, and drawn tokens what reward functions see."""
+"""Rows become prompts and training examples, and generated tokens become the text for reward functions."""
 
 import datetime
 import threading
@@ -152,7 +152,7 @@ def with_end(end, start="]"):
 
 
 def test_completions_end_at_the_rollouts_stop_token():
-    """At the template's own end where it is a stop token; by the end token, behind the template's text, where not."""
+    """At the end of the template if it is a stop token, otherwise by the end token after the template's text."""
     row, ids = {"prompt": [QUESTION], "completion": [ANSWER]}, lambda text: tiny.tokenizer()(text)["input_ids"]
     assert to_examples(row, with_end("<eos>"))[0].ids == [*ids("two"), 1]
     assert to_examples(row, with_end("<pad>"), stops=(0, 1))[0].ids == [*ids("two"), 0]  # the model names another stop

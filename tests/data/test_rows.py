@@ -1,4 +1,4 @@
-"""Rows from files, folders, the Hub and Python: what is read, what is refused, and where each row came from."""
+"""Rows from files, folders, the hub and Python: accepted forms, errors, and the origin of each row."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Sources of prompts: epochs in an order of their own, curricula, and going on where a run stopped."""
+"""Sources of prompts: shuffled epochs, curricula, and resuming."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Where tokens end in their text, for tokenizers of every kind, against decoding every beginning of it."""
+"""The ends of tokens in their text, for every kind of tokenizer, against decoding every prefix."""
 
 import hypothesis
 import pytest
@@ -48,7 +48,7 @@ TOKENIZERS = [(tokenizer, TokenText(tokenizer)) for tokenizer in (of_bytes(), of
 
 @hypothesis.given(st.sampled_from(TOKENIZERS), st.lists(st.integers(0, 2**16), min_size=1, max_size=40))
 def test_tokens_in_any_order_rise_to_the_whole_text(made, draws):
-    """A policy draws what it likes, also bytes that are no character."""
+    """A policy may draw any tokens, also bytes that do not form a character."""
     tokenizer, reader = made
     ids = [draw % len(tokenizer) for draw in draws]
     ends = reader.ends(ids)
@@ -56,7 +56,7 @@ def test_tokens_in_any_order_rise_to_the_whole_text(made, draws):
 
 
 def test_decodes_each_token_with_few_others(monkeypatch):
-    """A token once where its neighbours do not matter; elsewhere with few tokens before it."""
+    """Each token once if its neighbours do not matter, otherwise with a few tokens before it."""
     tokenizer = tiny.tokenizer()
     decoded, decode = [], tokenizer.decode
     monkeypatch.setattr(tokenizer, "decode", lambda ids, **given: decoded.append(len(ids)) or decode(ids, **given))

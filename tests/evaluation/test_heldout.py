@@ -1,4 +1,4 @@
-"""What an evaluation shows of its values; tests/top/test_evaluate.py has how they are measured."""
+"""The output of an evaluation; tests/top/test_evaluate.py tests the measured values."""
 
 import pytest
 import tiny

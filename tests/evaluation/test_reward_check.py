@@ -25,7 +25,7 @@ GROUPS = [group(numbers, f"prompt {i}") for i, numbers in enumerate(NUMBERS)]
 
 
 def check(function, groups=GROUPS, **settings):
-    """Judge with a clock that never gets on."""
+    """Judge with a stopped clock."""
     return check_reward(function, groups, **{"clock": lambda: 0.0, **settings})
 
 

@@ -23,7 +23,7 @@ def logps(model, inputs, completions):
 
 
 class Watch(lightning.Callback):
-    """Notes of each update what it learned from, its loss, its learning rate and the norm of its gradient."""
+    """Records the inputs, loss, learning rate and gradient norm of each update."""
 
     def __init__(self):
         self.updates = []
@@ -43,7 +43,7 @@ class Watch(lightning.Callback):
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """The embedded model with random weights, in a folder."""
+    """The built-in model with random weights, in a folder."""
     folder = tmp_path_factory.mktemp("model")
     for part in arithmetic.make_model(0):
         part.save_pretrained(folder)

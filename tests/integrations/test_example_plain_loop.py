@@ -1,4 +1,4 @@
-"""docs/examples/plain_loop.py: a whole run of it, and what its rollouts hand to the loss."""
+"""docs/examples/plain_loop.py: a whole run, and the inputs of the loss from its rollouts."""
 
 import tiny
 import torch

@@ -1,4 +1,4 @@
-"""Our LigerFusedLinearGRPOLoss and triton_grpo_loss: Liger's signatures, and the truth where Liger has it or not."""
+"""Our LigerFusedLinearGRPOLoss and triton_grpo_loss: Liger's signatures, and the values of the reference."""
 
 import importlib.util
 import inspect

@@ -1,4 +1,4 @@
-"""TRL's trainer with our head and loss takes the same steps as TRL's own, in every setting that it serves."""
+"""TRL's trainer with our head and loss takes the same steps as TRL's own, in every supported setting."""
 
 import dataclasses
 import sys
@@ -86,7 +86,7 @@ def path(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_losses_and_metrics_are_those_of_trl(path, tmp_path, name):
-    """With tokens of tools, which are left out, in every second case."""
+    """Every second case has tool tokens, which are masked."""
     both = pair(path, tmp_path, **CASES[name])
     assert_same_gradients(both, make_inputs(both.theirs, tools=list(CASES).index(name) % 2 == 1))
 
@@ -174,7 +174,7 @@ def test_several_processes_scale_the_loss_as_trl_does(path, tmp_path, monkeypatc
 @pytest.mark.parametrize("name", ["dapo", "bonus", "grpo-sequence-kl", "grpo-entropy-token_truncate-kl"])
 @pytest.mark.parametrize("masked", [slice(MICRO), SECOND, slice(None)], ids=["first", "second", "both"])
 def test_micro_batches_without_a_token_that_counts(path, tmp_path, name, masked):
-    """As where mask_truncated_completions leaves out all that were drawn."""
+    """For example, mask_truncated_completions masks all completions."""
     both = pair(path, tmp_path, **CASES[name])
     inputs = make_inputs(both.theirs)
     inputs["completion_mask"][masked] = 0
@@ -314,7 +314,7 @@ def notice_on_ranks(path, folder):
 
 
 def test_two_ranks_detect_another_formula_together(path, tmp_path):
-    """All ranks notice another formula of TRL: one that stopped would leave the others waiting for its gradients."""
+    """All ranks detect another formula of TRL. If only one stopped, the others would hang."""
     ended = forked(__file__, tmp_path, path)
     codes, outputs = ended("ranks")
     assert codes == [0, 0], outputs

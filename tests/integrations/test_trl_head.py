@@ -44,7 +44,7 @@ def batch():
 
 
 def both(model, temperature=TEMPERATURE, **options):
-    """What TRL's forward returns, and what ours does, of one batch."""
+    """The results of TRL's forward and of ours for one batch."""
     inputs, labels = batch()
     add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"), **options)
     theirs = model(**inputs, labels=labels, fused_lm_head=True)

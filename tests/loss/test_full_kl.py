@@ -1,4 +1,4 @@
-"""kl="full" in linear_grpo_loss against the reference, and who refuses it; its parts are in tests/kernels."""
+"""kl="full" in linear_grpo_loss against the reference, and unsupported combinations; tests/kernels tests its parts."""
 
 from dataclasses import replace
 

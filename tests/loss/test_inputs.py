@@ -1,4 +1,4 @@
-"""Inputs that would give a wrong loss: each is refused by its name. And what is copied to a GPU."""
+"""Inputs that would give a wrong loss are refused by name. Copies to a GPU."""
 
 import math
 from dataclasses import replace
@@ -128,7 +128,7 @@ def test_a_refusal_names_the_token_and_not_the_kept_row():
 
 
 def test_accepts_any_value_in_unused_inputs():
-    """The reference at beta = 0, and a sampler that reported nothing."""
+    """The reference at beta = 0, and a sampler without log-probs."""
     case = oracle.make_case()
     expected, _ = oracle.run(case, linear_grpo_loss)
     output, _ = oracle.run(replace(case, ref_logps=[NAN]), linear_grpo_loss)

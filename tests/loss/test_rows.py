@@ -1,4 +1,4 @@
-"""Rows that cannot matter: masked, without weight or without advantage. What they hold is never read."""
+"""Rows without effect: masked, without weight or without advantage. Their content is never read."""
 
 import math
 from dataclasses import replace
@@ -91,7 +91,7 @@ COUPLED = {
 @pytest.mark.parametrize("name", COUPLED)
 @pytest.mark.parametrize("rows", [[0, 3, 4, 5], [0, 1, 2, 3, 4, 5]])
 def test_rows_hold_whole_sequences_where_the_objective_looks_at_them(name, rows):
-    """A part of a sequence would be taken for the whole. The third of six tokens is masked out."""
+    """Otherwise a part of a sequence would count as the whole. The third of six tokens is masked."""
 
     def loss_of(rows, **knobs):
         given = {"mask": torch.arange(6) != 2, "cu_seqlens": [0, 3, 6], "old_logps": -torch.ones(6)}

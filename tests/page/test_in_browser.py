@@ -1,4 +1,4 @@
-"""The page in Debian's Chromium: what a reader clicks, types and sees, and that no text of a run does anything."""
+"""The page in Debian's Chromium: clicks, typing and visible text; texts of a run are never executed."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What the page gets to show is what the folders of the runs hold, and no text of it is read as HTML."""
+"""The payload of the page equals the content of the run folders, and contains no HTML."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The samples of a page fit into their number of bytes, say what was left out, and are what samples.jsonl holds."""
+"""The samples of a page fit into their bytes, equal samples.jsonl, and come with a note on what was dropped."""
 
 import io
 import itertools
@@ -149,7 +149,7 @@ def test_the_note_names_everything_that_is_missing(tmp_path):
 
 
 def test_a_large_file_is_not_held_in_memory(tmp_path):
-    """No more is read than a group at a time: the file is larger than what may be allocated."""
+    """Reads one group at a time: the file is larger than the memory limit."""
     with open(tmp_path / "samples.jsonl", "w") as file:
         for step in range(200):
             file.write(json.dumps(row(step, 0, "x" * 100_000)) + "\n")

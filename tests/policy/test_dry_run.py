@@ -1,4 +1,4 @@
-"""The dry run at load: real classes of transformers are refused by name, and models without a fault are not.
+"""The dry run at load: rejects unsupported classes of transformers by name, and accepts supported ones.
 
 liger-kernel's layers: where they are used, and that they compute the same.
 """

@@ -1,4 +1,4 @@
-"""Loading a policy: its files, its device and dtype, what ends a completion, prompts that fit, what is refused."""
+"""Loading a policy: files, device, dtype, stop tokens, prompts that fit, and errors."""
 
 import json
 

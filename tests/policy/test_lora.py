@@ -1,4 +1,4 @@
-"""Adapters: they learn, the base stays as it was, files reload, the reference is the policy without them."""
+"""Adapters: they learn, the base does not change, files reload, the reference is the policy without adapters."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`Policy`: its head, its whole weights, its state, and what it cannot hold."""
+"""`Policy`: its head, full weights and state, and prompts that do not fit."""
 
 from unittest.mock import Mock
 

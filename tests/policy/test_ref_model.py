@@ -1,4 +1,4 @@
-"""The reference: which kind is made, that it stays what it was, streaming, quantization and synchronization."""
+"""The reference: choice of the kind, frozen weights, streaming, quantization and synchronization."""
 
 import sys
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Benchmarks measure what they say, and one contestant reaches no other; all of them run at a small size (slow)."""
+"""Benchmarks measure correctly, and contestants cannot affect each other; all of them run at a small size (slow)."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What two ranks send each other in a step, counted, and what they hold: docs/scale.md says the same."""
+"""The traffic and memory of two ranks in a step, as in docs/scale.md."""
 
 import json
 

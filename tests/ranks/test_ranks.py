@@ -1,4 +1,4 @@
-"""Ranks find each other and their GPUs, exchange and add up, and say what they waited for when one is lost."""
+"""Ranks find each other and their GPUs, exchange and sum values, and name the exchange in which one was lost."""
 
 import json
 import os

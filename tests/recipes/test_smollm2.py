@@ -1,4 +1,4 @@
-"""The model of the recipe comes from the hub, or else as a GGUF file out of a wheel; a mistake is told in a line."""
+"""The model of the recipe comes from the hub, or from a GGUF file in a wheel; errors have one line."""
 
 import re
 import subprocess

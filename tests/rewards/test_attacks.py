@@ -1,4 +1,4 @@
-"""The jail: what programs can do in it (programs.yaml), and what must be there to build one."""
+"""The jail: limits of the programs in it (programs.yaml), and its requirements."""
 
 import os
 import shutil

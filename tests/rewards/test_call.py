@@ -1,4 +1,4 @@
-"""Reward functions: which are found and accepted, how they are called, named and weighted, and what their faults do."""
+"""Reward functions: lookup, validation, calls, names, weights, and failures."""
 
 import asyncio
 import copy

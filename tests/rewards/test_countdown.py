@@ -1,4 +1,4 @@
-"""Countdown's verifier: exact values, each number at most once, and no text that costs or raises."""
+"""Countdown's verifier: exact values, each number at most once, bounded cost and no exceptions."""
 
 import ast
 import warnings

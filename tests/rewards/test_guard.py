@@ -1,4 +1,4 @@
-"""What a reward function cannot do to the process that calls it."""
+"""A reward function cannot harm the process that calls it."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What counts as a list of rewards, as a number and as a value of JSON, and what a function may log."""
+"""Validation of rewards, numbers, JSON values and logs of reward functions."""
 
 import dataclasses
 import itertools

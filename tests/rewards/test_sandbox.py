@@ -1,4 +1,4 @@
-"""The reward of the sandbox: which program and tests it reads, how it runs them, and what their verdicts are worth."""
+"""The reward of the sandbox: reading programs and tests, running them, and the reward of their verdicts."""
 
 import collections
 import enum

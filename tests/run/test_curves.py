@@ -1,4 +1,4 @@
-"""What is made of a run's metrics when it is over: series, curves, summary and table."""
+"""Results of a finished run: series, curves, summary and table."""
 
 import json
 

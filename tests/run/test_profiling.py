@@ -1,4 +1,4 @@
-"""Stage times add up, nothing is counted twice, what `--profile` writes, and what MFU counts."""
+"""Stage times add up and count nothing twice; the output of `--profile`; the FLOPs of the MFU."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""What a resumed run may change, and which files a run reads."""
+"""Settings that a resumed run may change, and the files that a run reads."""
 
 import dataclasses
 import functools

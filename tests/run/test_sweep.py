@@ -1,4 +1,4 @@
-"""A sweep makes each run once; a run that is done is not done again, a failure is named, a signal stops all of it."""
+"""A sweep makes each run once, skips finished runs, names failures, and stops on a signal."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What a command shows: one bar and one line a logged step in a terminal, and plain text elsewhere."""
+"""The output of a command: one bar and one line per logged step in a terminal, and plain text elsewhere."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""What trackers are told of a run, read back from what they write: trackio's database and W&B's offline file."""
+"""The data of trackers, read back from trackio's database and W&B's offline file."""
 
 import json
 import os

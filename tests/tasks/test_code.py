@@ -1,4 +1,4 @@
-"""The task of small functions: its rows, what the warm start shows of them, and whole runs of it."""
+"""The task of small functions: rows, examples of the warm start, and whole runs."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Countdown: its puzzles, and what the warm start shows of them."""
+"""Countdown: puzzles, and examples of the warm start."""
 
 import collections
 import functools
@@ -52,7 +52,7 @@ def test_lists_tries_for_each_value():
 
 
 def test_warm_start_examples_are_patient_or_answer_their_first_try():
-    """A patient example goes on until the right try; another one answers its first try, if that is wrong."""
+    """A patient example continues until the right try; another one answers its first try, if that is wrong."""
     puzzle, numbers, patient, lengths = Puzzle((2, 3, 7), 20), [2, 3, 7], [], set()
     ways = tries(puzzle.numbers)
     steps = [",".join(each.steps) for each in ways]

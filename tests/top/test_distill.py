@@ -1,4 +1,4 @@
-"""The command distill: prompts, the file that supervised training reads, and its mistakes."""
+"""The command distill: prompts, its output for supervised training, and user errors."""
 
 import json
 import re

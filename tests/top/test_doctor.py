@@ -1,4 +1,4 @@
-"""What the doctor says of the machine, the packages and the memory of a run."""
+"""The doctor: machine, packages and memory plan."""
 
 import re
 import socket

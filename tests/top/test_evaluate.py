@@ -1,4 +1,4 @@
-"""Held-out evaluation: what is measured, and the command."""
+"""Held-out evaluation: its metrics, and the command."""
 
 import json
 import math
@@ -24,7 +24,7 @@ STATE = TrainerState(0, 0, 0.0, 8)
 
 
 class Script:
-    """An engine that says what it was told to: the greedy completions, then the draws."""
+    """An engine with given completions: the greedy ones, then the sampled ones."""
 
     def __init__(self, greedy, draws):
         self.policy, self.tokenizer = Policy(tiny.model(vocab_size=258)), tiny.tokenizer()

@@ -1,4 +1,4 @@
-"""The command sft: what it reads, where its rows come from, and its run."""
+"""The command sft: arguments, sources of rows, and a run."""
 
 import json
 

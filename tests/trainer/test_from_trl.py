@@ -1,4 +1,4 @@
-"""Scripts for TRL's trainer: runs under TRL's names, and what such scripts read afterwards."""
+"""Scripts for TRL's trainer: runs with TRL's names, and the attributes that such scripts read."""
 
 import inspect
 import logging

@@ -1,4 +1,4 @@
-"""The loop: learning, exact accumulation, old log-probs, what a run leaves behind."""
+"""The loop: learning, exact accumulation, old log-probs, and the files of a run."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What a trainer leaves when it is told to: models, metrics, its state, and an upload."""
+"""Output on request: models, metrics, state, and an upload."""
 
 import json
 from pathlib import Path

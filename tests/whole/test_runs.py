@@ -1,4 +1,4 @@
-"""Whole runs of the embedded default (slow): `make test-slow`. They hold the README's claims."""
+"""Whole runs of the built-in example (slow): `make test-slow`. They check the README's claims."""
 
 import json
 import random
