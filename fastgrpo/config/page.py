@@ -98,8 +98,8 @@ DIFFERENCES = """## Behaviour that differs
 # Behaviour of TRL's trainer -> the behaviour here.
 DIFFERS = [
     (
-        "`loss_type=luspo` with token ratios, and `vespo` with sequence ratios, train with a warning",
-        "an error: in the papers, luspo has a ratio per sequence, and vespo a ratio per token",
+        "`loss_type=vespo` with sequence ratios trains with a warning",
+        "an error: in its paper, vespo has a ratio per token",
     ),
     ("`generation_kwargs` with `num_beams` trains", "an error: beams are not samples of the policy"),
     (
@@ -108,8 +108,9 @@ DIFFERS = [
         "set another padding token",
     ),
     (
-        "adapters can have dropout, DoRA or other options of peft",
-        "an error that names the option: the trained policy must be the one that generated the completions",
+        "adapters can have dropout, DoRA, `modules_to_save`, `target_parameters` or other options of peft",
+        "an error that names the option: the trained policy must be the one that generated the completions, and "
+        "checkpoints and `merged/` hold LoRA of linear layers only",
     ),
     ("prompt tuning trains", "an error: pass a `LoraConfig`"),
     (

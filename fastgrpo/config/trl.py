@@ -196,6 +196,7 @@ delta sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos ves
 multi_objective_aggregation loss_type mask_truncated_completions sync_ref_model ref_model_mixup_alpha entropy_coef
 use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target off_policy_mask_threshold
 use_bias_correction_kl report_to warmup_steps epsilon_high router_aux_loss_coef
+importance_sampling_level
 """
 _COUNT = "With batch arguments, the value counts updates, and "
 # Others of the same name -> what differs from TRL.
@@ -216,7 +217,6 @@ SAME = {**dict.fromkeys(_PLAIN.split(), ""),
     "eval_on_start": "If eval_strategy is set, the default is False.",
     "metric_for_best_model": "A metric such as eval_accuracy, which is eval/accuracy in metrics.jsonl. `reward` is "
     "the training reward (in TRL: eval_reward), and raises an error with EarlyStoppingCallback.",
-    "importance_sampling_level": "luspo needs `sequence`.",
     "reward_weights": "None or empty gives each function a weight of 1.",
     "scale_rewards": "Also takes True (group) and False (none).",
     "top_entropy_quantile": "A share of the tokens of an update; in TRL, of a micro-batch over all processes.",

@@ -313,18 +313,11 @@ class Terms(NamedTuple):
 
 
 def objective_of(loss_type: str, epsilon_high: float, **knobs: Any) -> Objective:
-    """Translate Liger's settings into an objective.
-
-    LUSPO with ratios per token, which `Objective` refuses, is a sum over the tokens of a sequence and a
-    mean over sequences: dr_grpo with the constant 1. Unused settings may have
-    any value, as in Liger.
-    """
+    """Translate Liger's settings into an objective. Unused settings may have any value, as in Liger."""
     surrogate = LOSS_TYPES.get(loss_type, ("clip",))[0]
     knobs["epsilon_high"] = epsilon_high
     unread = {name for names in READ.values() for name in names} - {*READ[surrogate]}
     knobs = {name: value for name, value in knobs.items() if name not in unread}
-    if loss_type == "luspo" and knobs["importance_sampling_level"] == "token":
-        loss_type, knobs = "dr_grpo", knobs | {"max_completion_length": 1}
     if loss_type == "vespo":
         knobs |= vespo_knobs({name: knobs[name] for name in READ["vespo"] if name in knobs})
     return Objective(loss_type=loss_type, **knobs)

@@ -152,11 +152,6 @@ class Objective:
                 "dr_grpo needs max_completion_length, the constant length it divides by, got None",
             ),
             (
-                loss == "luspo" and level != "sequence",
-                f"luspo needs importance_sampling_level='sequence', got {level!r}; for a similar token-level loss use "
-                "loss_type='dapo'",
-            ),
-            (
                 loss == "vespo" and level != "token",
                 f"vespo already weights whole sequences; it needs importance_sampling_level='token', got {level!r}",
             ),

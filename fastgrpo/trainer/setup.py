@@ -114,6 +114,8 @@ def advice(args: TrainingConfig) -> list[str]:
             f"importance_sampling_level='sequence' with the '{loss}' loss sums per-token contributions, which "
             "effectively weights each sequence by its completion length; GSPO uses loss_type='grpo'"
         )
+    if loss == "luspo" and args.importance_sampling_level == "token":
+        told.append("the paper of luspo has ratios per sequence; set importance_sampling_level='sequence' for them")
     if loss == "cispo" and cap < 1:
         told.append(
             f"cispo multiplies gradients by the ratio, at most epsilon_high={cap}, so that they are small; its paper "

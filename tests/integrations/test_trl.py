@@ -98,7 +98,11 @@ def test_five_steps_lead_to_the_weights_of_trl(path, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "knobs", [{"loss_type": "dapo"}, {"loss_type": "cispo"}, {"loss_type": "grpo", "beta": 0.3, "entropy_coef": 0.1}]
+    "knobs",
+    [
+        *({"loss_type": name} for name in ("dapo", "cispo", "luspo")),
+        {"loss_type": "grpo", "beta": 0.3, "entropy_coef": 0.1},
+    ],
 )
 def test_the_held_out_loss_of_our_trainer_is_trls(path, tmp_path, knobs):
     theirs = trainer(trl.GRPOTrainer, path, tmp_path, **knobs)

@@ -61,7 +61,7 @@ def test_an_objective_is_a_frozen_value():
 # the knob that the error names, and settings that are refused
 REFUSED = [
     ("loss_type", {"loss_type": "ppo"}, {"loss_type": ["dapo"]}),
-    ("importance_sampling_level", {"importance_sampling_level": "word"}, {"loss_type": "luspo"},
+    ("importance_sampling_level", {"importance_sampling_level": "word"},
      {"loss_type": "vespo", "importance_sampling_level": "sequence"}),
     ("kl", {"kl": "k4"}, {"kl": "full", "use_bias_correction_kl": True}),
     ("epsilon", {"epsilon": -0.1}, {"epsilon": 1.0}, {"epsilon": NAN, "epsilon_high": 0.2}, {"epsilon": None}),

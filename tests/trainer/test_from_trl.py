@@ -47,7 +47,7 @@ def trained(trainer):
     [
         *({"loss_type": loss} for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "vespo")),
         {"loss_type": "cispo"},
-        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        {"loss_type": "luspo"},
         {"num_iterations": 2},
         {"steps_per_generation": 4, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4},
         {"beta": 0.1},
