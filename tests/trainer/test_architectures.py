@@ -38,12 +38,9 @@ def test_the_load_balancing_loss_trains_the_router(tmp_path):
     grads = {}
     for coef, checkpointing in ((0.0, True), (0.5, True), (0.5, False)):
         model = architectures.tiny_model("qwen3_moe", vocab_size=258)
-        settings = {
-            "router_aux_loss_coef": coef,
-            "gradient_checkpointing": checkpointing,
-            "max_tokens_per_microbatch": 30,
-        }
-        trainer = make_trainer(tmp_path / f"{coef}{checkpointing}", rising, model=model, **settings)
+        settings = {"router_aux_loss_coef": coef, "gradient_checkpointing": checkpointing}
+        path = tmp_path / f"{coef}{checkpointing}"
+        trainer = make_trainer(path, rising, model=model, max_tokens_per_microbatch=30, **settings)
         assert trainer.aux_loss_enabled == (coef > 0)
         seen = before_each_step(trainer.updates, lambda m=model: m.model.layers[0].mlp.gate.weight.grad.clone())
         values = trainer.step()
