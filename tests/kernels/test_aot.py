@@ -1,11 +1,7 @@
-"""Ahead-of-time compilation of the Triton kernels with no GPU: what each would run with on a GPU.
+"""Compiles the Triton kernels without a GPU, and reads their machine code: no spills, matrix instructions, memory.
 
-A kernel that spills is slow, one without matrix instructions computes nothing, and one that asks for more shared memory
-than there is fails at its first launch. The compiler checks none of it. LOCAL in the resource usage reads 0 for kernels
-that spill: the stack and the machine code's own STL and LDL tell.
-
-Every kernel is compiled once for sm_90. Marked slow are all variants for five GPUs, and the comparison of their machine
-code with the committed table. The compilations of the selected tests run in threads, as many as there are cores.
+LOCAL in the resource usage reads 0 for kernels that spill; the stack and the instructions STL and LDL show spills.
+In CI, sm_90 only. Slow: all variants for five GPUs, and the comparison with the committed table.
 """
 
 import json

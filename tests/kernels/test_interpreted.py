@@ -1,12 +1,6 @@
-"""Runs the interpreted kernel tests in a process of their own.
+"""Runs interpreted/*.py in a process of their own: TRITON_INTERPRET=1 holds for the whole process.
 
-TRITON_INTERPRET=1 changes what @triton.jit returns, for the whole process: interpreted kernels cannot share one with
-compiled ones. So the tests that need the interpreter are in interpreted/*.py, which pytest does not collect by itself,
-and this file hands them to a fresh process with the variable set. By hand:
-
-    TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreted/linear_grpo.py
-
-Marked slow are cases whose code other cases enter too.
+TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreted/linear_grpo.py
 """
 
 import re

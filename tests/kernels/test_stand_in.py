@@ -1,11 +1,6 @@
-"""Runs the public calls of gpu_stand_in/ for GPUs that are not there.
+"""Compiles every public call for GPUs that are not there, by gpu_stand_in/: sm_90 in CI, six GPUs in the slow tests.
 
-A process has one driver, and so one GPU. By hand:
-
-    FASTGRPO_STAND_IN=90 python -m pytest tests/kernels/gpu_stand_in/losses.py
-
-test_aot.py looks at the machine code of chosen variants. This one asks whether every call that a user can make compiles
-and can be launched: on sm_90 a few calls in which each option occurs, and all calls on six GPUs in the slow tests.
+A process has one driver, so one GPU: FASTGRPO_STAND_IN=90 python -m pytest tests/kernels/gpu_stand_in/losses.py
 """
 
 import re

@@ -1,10 +1,9 @@
-"""Plants errors in a copy of the tree, one at a time, and checks that the tests named beside each one fail.
+"""Plants the errors of mutants.yaml in a copy of the tree, one at a time; the tests named beside each must fail.
 
     python tests/mutants/run.py [--jobs N] [NAME ...]        make mutants ARGS="..."
 
-mutants.yaml lists the errors: the text to replace, its replacement, what a user would lose, and the tests that must
-notice. The named tests first run on the unchanged tree, because a test that fails anyway proves nothing. A mutant is
-killed when a test fails, or when its tests do not end within LONGEST seconds. The exit status is 1 if one survives.
+The named tests first run on the unchanged tree. A mutant is killed when a test fails, or does not end within LONGEST
+seconds. The exit status is 1 if one survives.
 """
 
 import argparse

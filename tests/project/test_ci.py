@@ -1,7 +1,10 @@
 """CI and the slow tests run everything they list, and fail where a part of them fails."""
 
+import os
 import runpy
+import subprocess
 
+import pytest
 import yaml
 from paths import ROOT
 
@@ -20,6 +23,22 @@ def test_the_workflows_run_ci_and_every_slow_part():
     assert job["strategy"]["matrix"]["part"] == list(SLOW["PARTS"])
     named = {word for part in SLOW["PARTS"].values() for word in part if word.startswith("tests/")}
     assert all((ROOT / name).exists() for name in named)
+
+
+@pytest.mark.parametrize("failing", [None, ".venv/.installed", "lint", "test", "test-quantization"])
+def test_ci_ends_at_a_part_that_fails(failing, tmp_path):
+    """With a `make` that fails for one target, and a browser that is there."""
+    (tmp_path / "make").write_text(f'#!/bin/sh\necho "made $1"\n[ "$1" != "{failing}" ]\n')
+    (tmp_path / "chromedriver").write_text("#!/bin/sh\n")
+    for program in tmp_path.iterdir():
+        program.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([ROOT / ".ci" / "run"], env=environment, capture_output=True, text=True)
+    made = [line.removeprefix("made ") for line in done.stdout.splitlines() if line.startswith("made ")]
+    targets = [".venv/.installed", "lint", "test", "test-quantization"]
+    assert made == targets[: targets.index(failing) + 1 if failing else None]
+    assert (done.returncode == 0) == (failing is None)
+    assert done.stdout.count("(exit status ") == 1 + len(made)  # the table of times
 
 
 def test_slow_tests_go_on_past_a_part_that_fails_and_then_fail(monkeypatch, capsys):

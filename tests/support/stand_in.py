@@ -1,9 +1,7 @@
-"""A stand-in for the CUDA driver: Triton's own launch path for a GPU that is not there.
+"""A stand-in for the CUDA driver: Triton's launch path compiles for a capability, but no kernel runs.
 
-A kernel that a public function launches is bound, specialized and compiled for the capability, as on that GPU. What
-would fail there fails here: code that does not compile, more shared memory than the device has, too many threads, an
-illegal grid, an illegal tensor descriptor. Then the kernel's name is recorded, and nothing runs: outputs hold what
-their memory held before. The tensors lie on the CPU.
+What would fail on that GPU fails here: compilation, shared memory, threads, grids, tensor descriptors. The tensors are
+on the CPU, and outputs hold what their memory held before.
 """
 
 from itertools import product

@@ -1,8 +1,6 @@
 """Every public loss and log-prob, forward and backward, through Triton's launch path for a GPU that is not there.
 
-The head's kernels take bf16. They see temperature, bias, soft-cap and entropy, which are crossed with each other, but
-not the objective: it reaches only the loss of log-probs, and is crossed with its own options there. The kept rows reach
-gather and scatter, and the kernels over given logits.
+Options of the head are crossed with each other; the objective is crossed with the options of the loss of log-probs.
 """
 
 import torch

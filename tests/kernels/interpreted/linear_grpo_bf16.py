@@ -1,9 +1,4 @@
-"""The fused head in bf16, its dtype on a GPU: products of bf16, exponentials stored in bf16, gradients rounded to bf16.
-
-Triton's interpreter computes bf16 wrongly; the fixture `bf16` of conftest.py mends it.
-
-Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
-"""
+"""The fused head in bf16, its dtype on a GPU. The fixture `bf16` corrects the bf16 products of Triton's interpreter."""
 
 import pytest
 import torch

@@ -1,9 +1,4 @@
-"""The losses with everything around their kernels: which rows are kept, masks, layouts, torch.compile.
-
-The kernels of the head have their own files; this one mirrors loss/losses.py with the Triton backend, and logits.py.
-
-Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
-"""
+"""The losses with everything around their kernels: which rows are kept, masks, layouts, torch.compile."""
 
 import math
 import shutil
