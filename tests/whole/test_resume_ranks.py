@@ -5,6 +5,7 @@ As a script it forks ranks; the arguments are a folder, the folder of the runs, 
 killed    a run whose two ranks are killed inside of saves
 small     runs that crash and go on, and runs that do not, on two ranks
 kills     runs whose two ranks are killed again and again
+others    runs that one process has begun, and runs that crash, with which one process can go on
 """
 
 import os
@@ -22,6 +23,7 @@ import tiny
 import torch
 from ranks import LIMIT, fork, forked
 from resumed import Crash, assert_same_run, crash, make_trainer, untimed
+from runs import share_of_a
 from safetensors.torch import load_file
 
 from fastgrpo.ranks import Ranks, join
@@ -31,6 +33,7 @@ STEPS = {
     "max_steps": 6, "save_steps": 2, "logging_steps": 1, "eval_steps": 3, "sync_ref_model": True,
     "ref_model_sync_steps": 2,
 }  # fmt: skip
+MODES = ("ddp", "fsdp2")
 KILLS = 10
 DOINGS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}  # as Python names them to hooks
 CASE = 2 * LIMIT  # seconds that one case may take, some runs on a busy machine
@@ -112,7 +115,7 @@ def kills_in_saves(top):
 
 
 def small(top):
-    runs = {mode: partial(same_ranks, top, mode) for mode in ("ddp", "fsdp2")}
+    runs = {mode: partial(same_ranks, top, mode) for mode in MODES}
     runs["from-ddp"] = partial(go_on, top, "from-ddp", "fsdp2")
     return runs | {"from-fsdp2": partial(go_on, top, "from-fsdp2", "ddp")}
 
@@ -120,7 +123,7 @@ def small(top):
 def kills(top):
     """Runs of either kind, each of which is killed at numbers of exchanges and of doings with files, in turns."""
     rng, runs = random.Random(0), {}
-    for mode in ("ddp", "fsdp2"):
+    for mode in MODES:
         runs[f"{mode}-whole"] = partial(train, top, f"{mode}-whole", mode)
         for kill in range(KILLS):
             kind, most = (("file", 200), ("exchange", 60))[kill % 2]
@@ -132,13 +135,20 @@ def kills(top):
     return runs
 
 
-SIZES = {"killed": kills_in_saves, "small": small, "kills": kills}
+def others(top):
+    """Runs that one process has begun go on, and others crash, for one process to go on with."""
+    runs = {f"1-2-{mode}": partial(go_on, top, f"1-2-{mode}", mode, reward=share_of_a) for mode in MODES}
+    return runs | {f"2-1-{mode}": partial(crashed, top, f"2-1-{mode}", mode, crash(5, share_of_a)) for mode in MODES}
+
+
+SIZES = {"killed": kills_in_saves, "small": small, "kills": kills, "others": others}
 
 
 def started(folder, size):
     """Let ranks run all cases of a size: the folder of their runs, and a function of the end of a case."""
     top = folder / "runs"
-    tiny.save(top / "model")
+    if not top.exists():
+        tiny.save(top / "model")
     (folder / size).mkdir()
     return top, forked(__file__, folder / size, top, size, limit=CASE * (1 + len(SIZES[size](top))))
 
@@ -178,7 +188,23 @@ def test_runs_go_on_in_the_same_mode_to_the_last_bit_and_in_another_within_round
         assert_close(top / f"from-{mode}", top / f"{mode}-whole")
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_other_numbers_of_processes_come_to_where_one_would(tmp_path):
+    top = tmp_path / "runs"
+    train(top, "whole", "ddp", reward=share_of_a)
+    for mode in MODES:
+        crashed(top, f"1-2-{mode}", "ddp", crash(5, share_of_a))
+    _, ended = started(tmp_path, "others")
+    for run in others(top):
+        codes, said = ended(run)
+        assert codes == [0, 0], "\n".join(said)
+        if run.startswith("2-1"):
+            go_on(top, run, "ddp", reward=share_of_a)
+        else:
+            assert "checkpoint-4 was written by one process, and continues with 2 processes" in said[0]
+        assert_close(top / run, top / "whole")
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_kills_at_random_moments_change_nothing(many, mode):
     """Kills of one rank or of both, as they begin some exchange, or as they write, hash, rename or delete a file.
 
