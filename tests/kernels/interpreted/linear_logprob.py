@@ -18,9 +18,7 @@ RAGGED, ROW, TILES = (37, 24, 101), (1, 16, 33), (16, 19, 64)  # the last: whole
 
 
 @pytest.mark.parametrize(
-    ("shape", "options"),
-    [(RAGGED, {}), (RAGGED, EVERYTHING), (ROW, EVERYTHING), (TILES, {"softcap": 5.0})],
-    ids=str,
+    ("shape", "options"), [(RAGGED, {}), (RAGGED, EVERYTHING), (ROW, EVERYTHING), (TILES, {"softcap": 5.0})], ids=str
 )
 def test_logprob_in_fp32(shape, options):
     head = random_head(*shape, **options)
