@@ -25,19 +25,14 @@ KNOBS = {field.name for field in dataclasses.fields(Objective)} & set(FIELDS)
 # The settings with which a condition holds, and with which it does not, by the first words of the condition.
 CASES = {
     "log_completions": ({"log_completions": True}, {}),
-    "report_to": ({"report_to": ("trackio",)}, {"report_to": ("tensorboard",)}),
-    "use_peft": ({"use_peft": True}, {}),
-    "lr_scheduler_type": ({}, {"lr_scheduler_type": "constant"}),
-    "max_steps": ({}, {"max_steps": 3}),
+    "report_to": ({"report_to": ("trackio",)}, {"report_to": ("tensorboard",)}), "use_peft": ({"use_peft": True}, {}),
+    "lr_scheduler_type": ({}, {"lr_scheduler_type": "constant"}), "max_steps": ({}, {"max_steps": 3}),
     "metric_for_best_model": ({"metric_for_best_model": "reward"}, {}),
     "importance_sampling_mode": ({"importance_sampling_mode": "token_mask"}, {}),
-    "loss_type is sapo": ({"loss_type": "sapo"}, {}),
-    "loss_type is vespo": ({"loss_type": "vespo"}, {}),
-    "beta": ({"beta": 0.1}, {}),
-    "sync_ref_model": ({"beta": 0.1, "sync_ref_model": True}, {}),
-    "rollout_backend": ({}, {"rollout_backend": "hf"}),
-    "use_adaptive_entropy": ({"use_adaptive_entropy": True}, {}),
-}
+    "loss_type is sapo": ({"loss_type": "sapo"}, {}), "loss_type is vespo": ({"loss_type": "vespo"}, {}),
+    "beta": ({"beta": 0.1}, {}), "sync_ref_model": ({"beta": 0.1, "sync_ref_model": True}, {}),
+    "rollout_backend": ({}, {"rollout_backend": "hf"}), "use_adaptive_entropy": ({"use_adaptive_entropy": True}, {}),
+}  # fmt: skip
 
 
 def bounds(name):

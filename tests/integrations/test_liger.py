@@ -191,10 +191,8 @@ def test_accepts_sequences_without_tokens(lengths):
 
 
 @pytest.mark.parametrize("argument, change", [
-    ("logits", {"logits": torch.zeros(5, 6, liger_cases.V)}),
-    ("vllm_is_ratio", {"vllm_is_ratio": torch.ones(3, 1)}),
-    ("ref_logps", {"beta": 0.1}),
-    ("delta", {"loss_type": "sapo", "delta": 1.5}),
+    ("logits", {"logits": torch.zeros(5, 6, liger_cases.V)}), ("vllm_is_ratio", {"vllm_is_ratio": torch.ones(3, 1)}),
+    ("ref_logps", {"beta": 0.1}), ("delta", {"loss_type": "sapo", "delta": 1.5}),
 ])  # fmt: skip
 def test_wrong_arguments_are_rejected_by_name(argument, change):
     p = batch()

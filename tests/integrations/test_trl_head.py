@@ -17,12 +17,10 @@ from fastgrpo.integrations.trl import attach
 
 SMALL = tiny.SHAPE | {"head_dim": 8}
 HEADS = {
-    "plain": ("Llama", {}),
-    "soft-cap": ("Gemma2", {"final_logit_softcapping": 2.0}),
-    "multiplied": ("Cohere", {"logit_scale": 3.0}),
-    "divided": ("Granite", {"logits_scaling": 0.3}),
+    "plain": ("Llama", {}), "soft-cap": ("Gemma2", {"final_logit_softcapping": 2.0}),
+    "multiplied": ("Cohere", {"logit_scale": 3.0}), "divided": ("Granite", {"logits_scaling": 0.3}),
     "bias": ("Phi", {}),
-}
+}  # fmt: skip
 TEMPERATURE = 0.7
 
 

@@ -25,15 +25,13 @@ def heads():
     one_hot = torch.full((N, V), -40.0, dtype=torch.float64).scatter_(1, targets[:, None], 40.0)
     tail = -3 * torch.arange(1, V + 1, dtype=torch.float64).log().expand(N, V)
     return {
-        "sharp": (logits, targets),
-        "uniform": (torch.zeros_like(logits), targets),
+        "sharp": (logits, targets), "uniform": (torch.zeros_like(logits), targets),
         "one-hot on another column": (one_hot, (targets + 1) % V),
         "heavy tail": (tail.gather(1, torch.stack([torch.randperm(V) for _ in range(N)])), targets),
-        "heavy tail, one order": (tail, targets),
-        "ties": (logits.round(), targets),
+        "heavy tail, one order": (tail, targets), "ties": (logits.round(), targets),
         "sure and unsure rows": (torch.where(torch.arange(N)[:, None] % 2 == 0, one_hot, 0), targets),
         "all targets equal": (logits, torch.full_like(targets, 5)),
-    }
+    }  # fmt: skip
 
 
 @settings(max_examples=60)

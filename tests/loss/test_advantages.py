@@ -152,12 +152,10 @@ def test_decoupled_ignores_units_and_groups_without_spread():
 @pytest.mark.parametrize(
     ("name", "rewards", "weights"),
     [
-        ("rewards", [1.0, 2.0], [1.0]),
-        ("rewards", [[], []], []),
-        ("rewards", [[1.0, math.inf], [3.0, 1.0]], [1, 1]),
+        ("rewards", [1.0, 2.0], [1.0]), ("rewards", [[], []], []), ("rewards", [[1.0, math.inf], [3.0, 1.0]], [1, 1]),
         *(("weights", [[1.0, 2.0], [3.0, 1.0]], x) for x in ([1.0], [1.0, NAN], None, [1e200, 1], [1.7e308, -1.7e308])),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_of_decoupled_advantages_are_refused_by_name(name, rewards, weights):
     with pytest.raises(ValueError, match=f"^{name} "):
         decoupled_advantages(rewards, weights, 2)

@@ -27,14 +27,9 @@ def test_loss_gradient_and_metrics_by_hand():
     assert output.logps.tolist() == pytest.approx([-math.log(2), -math.log(5)])
     assert output.active.tolist() == [True, True]
     expected = {
-        "policy_loss": 0.5 * -1.2 + 0.5 * 3.0,
-        "kl": (kl[0] + kl[1]) / 2,
-        "ratio/mean": 1.375,
-        "ratio/max": 1.5,
-        "clip_ratio/low_mean": 0,
-        "clip_ratio/high_mean": 0.5,
-        "active_tokens": 2,
-    }
+        "policy_loss": 0.5 * -1.2 + 0.5 * 3.0, "kl": (kl[0] + kl[1]) / 2, "ratio/mean": 1.375, "ratio/max": 1.5,
+        "clip_ratio/low_mean": 0, "clip_ratio/high_mean": 0.5, "active_tokens": 2,
+    }  # fmt: skip
     assert {name: value.item() for name, value in output.metrics.items()} == pytest.approx(expected)
     # dloss/dlogp: row 0 has the KL alone, (1/2)(0.1)(1 - 1/2); row 1 (1/2)(2 * 3/2 + 0.1 (1 - 2)).
     g0, g1 = 0.025, 1.45

@@ -26,19 +26,13 @@ from fastgrpo.policy.ref_model import frozen_copy
 from fastgrpo.rollout.engine import RolloutEngine
 
 REFUSED = {
-    "deepseek_v2": "head dimension 16 in keys and 8 in values",
-    "nemotron": "does not pass keyword arguments on",
-    "gemma2": "soft-capped attention",
-    "gemma4_text": "'head_dim' is a per-layer attribute",
-    "gpt_oss": "attention sinks",
-    "lfm2": r"layers that are not plain attention \(conv\)",
-    "doge": "a custom attention mask",
-    "diffllama": "attends more than once in layer 0",
-    "jetmoe": "syncs with the device",
-    "bert": "lets tokens attend to later ones",
-    "bloom": "does not use transformers' attention interface",
-    "llama": "dynamic rotary frequencies",
-}
+    "deepseek_v2": "head dimension 16 in keys and 8 in values", "nemotron": "does not pass keyword arguments on",
+    "gemma2": "soft-capped attention", "gemma4_text": "'head_dim' is a per-layer attribute",
+    "gpt_oss": "attention sinks", "lfm2": r"layers that are not plain attention \(conv\)",
+    "doge": "a custom attention mask", "diffllama": "attends more than once in layer 0",
+    "jetmoe": "syncs with the device", "bert": "lets tokens attend to later ones",
+    "bloom": "does not use transformers' attention interface", "llama": "dynamic rotary frequencies",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

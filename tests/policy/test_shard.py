@@ -117,17 +117,14 @@ def compare_gradients(ranks, plain, sharded, micro_batches=MICRO_BATCHES, kind=N
 
 
 KINDS = (
-    {},
-    {"name": "llama", "attention_bias": True},
-    {"name": "smollm3"},
+    {}, {"name": "llama", "attention_bias": True}, {"name": "smollm3"},
     {"name": "qwen3", "final_logit_softcapping": 5.0, "gradient_checkpointing": True},
     {"how": {"reshard_after_forward": False}, "tie_word_embeddings": True},
     {"how": {"reshard_after_forward": False}, "gradient_checkpointing": True},
     {"how": {"cpu_offload": True}, "tie_word_embeddings": True, "gradient_checkpointing": True},
-    {"own_attention": True, "gradient_checkpointing": True},
-    {"lora": True},
+    {"own_attention": True, "gradient_checkpointing": True}, {"lora": True},
     {"lora": True, "gradient_checkpointing": True},
-)
+)  # fmt: skip
 
 
 @check

@@ -110,11 +110,9 @@ def test_contestants_do_not_reach_one_another(monkeypatch):
     assert found.results.keys() == {"fastgrpo", "patches"}
     assert found.values == {"fastgrpo": [{"sum": 10.0}] * 3, "patches": [{"sum": -1.0}] * 3}
     assert found.missing == {
-        "absent": "not installed",
-        "dies": "failed: its process ended with code 3",
-        "cannot be made": "failed: ImportError: no package",
-        "trl, second round": "failed: OSError: no memory",
-    }
+        "absent": "not installed", "dies": "failed: its process ended with code 3",
+        "cannot be made": "failed: ImportError: no package", "trl, second round": "failed: OSError: no memory",
+    }  # fmt: skip
     # A kernel that its self-check distrusts is an error: plain PyTorch is not measured under our name.
     assert found.about["fastgrpo"] == {"name": "fastgrpo", "self-check": "raise"}
 

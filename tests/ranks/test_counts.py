@@ -9,12 +9,10 @@ from ranks import LIMIT, forked
 SMALL = {"max_tokens_per_microbatch": 30}  # each rank has 2 groups of about 26 tokens, so that it makes 2 passes
 CASES = {
     "ddp-small": {"parallel": "ddp", "num_iterations": 2, **SMALL},
-    "ddp-lora": {"parallel": "ddp", "use_peft": True, "lora_r": 4},
-    "fsdp2": {"parallel": "fsdp2"},
-    "fsdp2-small": {"parallel": "fsdp2", **SMALL},
-    "fsdp2-kept": {"parallel": "fsdp2_keep", **SMALL},
+    "ddp-lora": {"parallel": "ddp", "use_peft": True, "lora_r": 4}, "fsdp2": {"parallel": "fsdp2"},
+    "fsdp2-small": {"parallel": "fsdp2", **SMALL}, "fsdp2-kept": {"parallel": "fsdp2_keep", **SMALL},
     "fsdp2-lora": {"parallel": "fsdp2", "use_peft": True, "lora_r": 4},
-}
+}  # fmt: skip
 FP32 = 4  # bytes of a number
 SCALARS = [["allreduce", FP32]] * 2  # the loss and the norm of the gradients
 

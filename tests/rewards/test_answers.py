@@ -33,15 +33,12 @@ from fastgrpo.rewards.symbolic import same_values
 with Path(__file__).with_name("answers.csv").open(newline="", encoding="utf-8") as file:
     EXAMPLES = list(csv.DictReader(file))
 READERS = {
-    "number": lambda text, _: read_number(text),
-    "match": answers_match,
-    "values": same_values,
-    "plain": lambda text, _: plain(text),
-    "formula": lambda text, _: formula(plain(text))[0],
+    "number": lambda text, _: read_number(text), "match": answers_match, "values": same_values,
+    "plain": lambda text, _: plain(text), "formula": lambda text, _: formula(plain(text))[0],
     "format": lambda text, _: format_reward([], [text])[0],
     "digits": lambda text, reference: digits_reward([], [text], [reference])[0],
     "program": lambda text, _: program_of(text),
-}
+}  # fmt: skip
 
 
 ROWS = [pytest.param(row, id=f"{row['reader']} {i + 2}") for i, row in enumerate(EXAMPLES) if row["reader"] in READERS]

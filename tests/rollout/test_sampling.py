@@ -13,22 +13,16 @@ from fastgrpo.rollout.sampling import SamplingParams, filter_logps, sample, samp
 TOO_LOW, TOO_HIGH = st.floats(max_value=0, exclude_max=True), st.floats(min_value=1, exclude_min=True)
 NO_NUMBERS = st.sampled_from([math.nan, math.inf, "1", True, None])
 VALID = {
-    "temperature": st.floats(0.05, 20.0),
-    "top_k": st.integers(0, 50),
-    "top_p": st.floats(0, 1, exclude_min=True),
-    "min_p": st.floats(0, 1),
-    "repetition_penalty": st.floats(0.1, 10),
-}
+    "temperature": st.floats(0.05, 20.0), "top_k": st.integers(0, 50), "top_p": st.floats(0, 1, exclude_min=True),
+    "min_p": st.floats(0, 1), "repetition_penalty": st.floats(0.1, 10),
+}  # fmt: skip
 INVALID = {
-    "temperature": TOO_LOW | NO_NUMBERS,
-    "top_k": st.integers(max_value=-1) | st.just(2.5) | NO_NUMBERS,
-    "top_p": TOO_LOW | TOO_HIGH | st.just(0) | NO_NUMBERS,
-    "min_p": TOO_LOW | TOO_HIGH | NO_NUMBERS,
+    "temperature": TOO_LOW | NO_NUMBERS, "top_k": st.integers(max_value=-1) | st.just(2.5) | NO_NUMBERS,
+    "top_p": TOO_LOW | TOO_HIGH | st.just(0) | NO_NUMBERS, "min_p": TOO_LOW | TOO_HIGH | NO_NUMBERS,
     "repetition_penalty": TOO_LOW | st.just(0) | NO_NUMBERS,
-    "max_tokens": st.integers(max_value=0) | st.just(2.5) | NO_NUMBERS,
-    "seed": st.sampled_from([1.5, "0"]),
+    "max_tokens": st.integers(max_value=0) | st.just(2.5) | NO_NUMBERS, "seed": st.sampled_from([1.5, "0"]),
     "stop_token_ids": st.sampled_from([1, "</s>", [1.5]]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", INVALID)

@@ -173,11 +173,10 @@ class Part(dict):
 def bits(state):
     """The form of a state, and its leaves with every bit."""
     leaves, form = tree_flatten(state)
-    tensors = [leaf if isinstance(leaf, torch.Tensor) else torch.empty(0) for leaf in leaves]
     return form, [
-        (repr(leaf), tensor.dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8).tolist())
-        for leaf, tensor in zip(leaves, tensors, strict=True)
-    ]
+        (leaf.dtype, leaf.shape, leaf.flatten().view(torch.uint8).tolist()) if isinstance(leaf, torch.Tensor)
+        else repr(leaf) for leaf in leaves
+    ]  # fmt: skip
 
 
 @given(st.lists(STATES, min_size=4, max_size=4), st.booleans())

@@ -213,11 +213,8 @@ def test_the_columns_are_those_of_trl():
     columns = columns_of([{**LINE, "rewards": {"right": 1.0, "step": 0.5}, "right": "logged"}])
     # a name of two columns hides neither
     assert {
-        "right": [1.0],
-        "right (logged)": ["logged"],
-        "step": [5],
-        "step (reward)": [0.5],
-    }.items() <= columns.items()
+        "right": [1.0], "right (logged)": ["logged"], "step": [5], "step (reward)": [0.5],
+    }.items() <= columns.items()  # fmt: skip
 
 
 def test_pandas_reads_the_completions(tmp_path):

@@ -46,11 +46,8 @@ def ours():
 def machine():
     """What attacks try to change: all of it must be the same afterwards."""
     return {
-        "jails": ours(),
-        "children": {child.pid for child in psutil.Process().children(recursive=True)},
-        "mounts": Path("/proc/self/mounts").read_text(),
-        "descriptors": set(os.listdir("/proc/self/fd")),
-        "segments": Path("/proc/sysvipc/shm").read_text().count("\n"),
-        "niceness": os.nice(0),
+        "jails": ours(), "children": {child.pid for child in psutil.Process().children(recursive=True)},
+        "mounts": Path("/proc/self/mounts").read_text(), "descriptors": set(os.listdir("/proc/self/fd")),
+        "segments": Path("/proc/sysvipc/shm").read_text().count("\n"), "niceness": os.nice(0),
         "stray files": [path for path in ("/tmp/escaped", "/dev/shm/escaped", "/escaped") if os.path.exists(path)],
-    }
+    }  # fmt: skip

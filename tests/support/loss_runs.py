@@ -9,12 +9,10 @@ from fastgrpo import logits_grpo_loss
 LENGTHS = [3, 7, 1, 9, 0, 4]
 N, D, V = sum(LENGTHS), 16, 70
 OBJECTIVES = {
-    "dapo": {"beta": 0.1},
-    "grpo": {"loss_type": "grpo"},
-    "gspo": {"importance_sampling_level": "sequence", "beta": 0.1},
-    "bonus": {"entropy_coef": 0.2},
+    "dapo": {"beta": 0.1}, "grpo": {"loss_type": "grpo"},
+    "gspo": {"importance_sampling_level": "sequence", "beta": 0.1}, "bonus": {"entropy_coef": 0.2},
     "vespo": {"loss_type": "vespo", "importance_sampling_mode": "token_mask"},
-}
+}  # fmt: skip
 
 
 def ragged_batch():
@@ -22,12 +20,9 @@ def ragged_batch():
     head = random_head(N, D, V)
     g = torch.Generator().manual_seed(3)
     return head.hidden, head.weight, {
-        "targets": head.targets,
-        "advantages": torch.randn(len(LENGTHS), generator=g),
-        "mask": torch.rand(N, generator=g) > 0.3,
-        "cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0),
-        "old_logps": head.old_logps,
-        "ref_logps": head.ref_logps,
+        "targets": head.targets, "advantages": torch.randn(len(LENGTHS), generator=g),
+        "mask": torch.rand(N, generator=g) > 0.3, "cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0),
+        "old_logps": head.old_logps, "ref_logps": head.ref_logps,
     }  # fmt: skip
 
 

@@ -68,13 +68,10 @@ def samples_of(name):
     rng = random.Random(1)
     if name == "ragged":
         return [
-            group(rng, 5, (1, 1, 2), (1.0, -0.5, -0.5)),
-            group(rng, 9, (120, 3, 60), (0.7, -1.2, 0.5)),
-            group(rng, 4, (7, 8, 9), (0.0, 0.0, 0.0)),
-            group(rng, 6, (20, 30, 1), (-1.0, 0.4, 0.6)),
-            group(rng, 3, (11, 12, 13), (1.0, -1.0, 0.2), masked=True),
-            group(rng, 8, (16, 5, 40), (1.1, -0.2, -0.9)),
-        ]
+            group(rng, 5, (1, 1, 2), (1.0, -0.5, -0.5)), group(rng, 9, (120, 3, 60), (0.7, -1.2, 0.5)),
+            group(rng, 4, (7, 8, 9), (0.0, 0.0, 0.0)), group(rng, 6, (20, 30, 1), (-1.0, 0.4, 0.6)),
+            group(rng, 3, (11, 12, 13), (1.0, -1.0, 0.2), masked=True), group(rng, 8, (16, 5, 40), (1.1, -0.2, -0.9)),
+        ]  # fmt: skip
     if name == "few":  # without a KL, all ranks but one have nothing to do
         return [group(rng, 4, (6, 6), (0.0, 0.0)), group(rng, 5, (9, 2), (1.5, 0.0))]
     if name == "apart":  # single tokens and long completions: ranks make very different numbers of passes
@@ -87,15 +84,11 @@ def cases(size, count=2):
     losses = [Case(loss, beta) for loss in LOSS_TYPES for beta in (0.0, 0.04)]
     others = [Case("dapo", beta, name) for name in ("few", "apart", "none") for beta in (0.0, 0.04)]
     others += [
-        Case("grpo", 0.0, knobs=(("entropy_coef", 0.01),)),
-        Case("dapo", 0.1, knobs=(("kl", "full"),)),
-        Case("grpo", 0.0, knobs=(("importance_sampling_level", "sequence"),)),
-        Case("bnpo", 0.04, minibatches=2),
-        Case("dapo", 0.04, lora=True),
-        Case("dapo", 0.04, minibatches=2, selection=SELECTION, adaptive=True),
-        Case("grpo", 0.0, "few", selection=SELECTION),
-        Case("vespo", 0.0, adaptive=True),
-    ]
+        Case("grpo", 0.0, knobs=(("entropy_coef", 0.01),)), Case("dapo", 0.1, knobs=(("kl", "full"),)),
+        Case("grpo", 0.0, knobs=(("importance_sampling_level", "sequence"),)), Case("bnpo", 0.04, minibatches=2),
+        Case("dapo", 0.04, lora=True), Case("dapo", 0.04, minibatches=2, selection=SELECTION, adaptive=True),
+        Case("grpo", 0.0, "few", selection=SELECTION), Case("vespo", 0.0, adaptive=True),
+    ]  # fmt: skip
     if size == "small":  # each in one of the ways
         chosen = [case for case in losses if case.loss_type in ("grpo", "dapo", "luspo", "vespo")] + others
         ways = itertools.cycle([("ddp", 60), ("fsdp2", WHOLE), ("fsdp2", 60)])

@@ -1,16 +1,13 @@
 """Objectives by name: knobs of `Objective`."""
 
 LOSS_TYPES = {
-    "grpo": {"loss_type": "grpo"},
-    "bnpo": {"loss_type": "bnpo"},
-    "dapo": {"loss_type": "dapo"},
+    "grpo": {"loss_type": "grpo"}, "bnpo": {"loss_type": "bnpo"}, "dapo": {"loss_type": "dapo"},
     "dr_grpo": {"loss_type": "dr_grpo", "max_completion_length": 11},
-    "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
-    "sapo": {"loss_type": "sapo"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.2}, "sapo": {"loss_type": "sapo"},
     "vespo": {"loss_type": "vespo", "importance_sampling_mode": "token_truncate"},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-}
+}  # fmt: skip
 SEQUENCE = {"importance_sampling_level": "sequence"}
 # Cases that TRL has too: the knobs are its knobs.
 CASES = LOSS_TYPES | {

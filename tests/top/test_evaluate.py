@@ -51,25 +51,15 @@ def measured():
 def test_measures_every_metric():
     result, engine = measured()
     expected = {
-        "accuracy": 0.5,
-        "reward": 0.5 + (0.5 + 0.3) / 2,
-        "sampled/reward": 3 / 8 + (0.5 * 2 + 0.3 * 4) / 8,
-        "rewards/correctness/mean": 0.5,
-        "rewards/format_reward/mean": (0.5 + 0.3) / 2,
-        "format_rate": 0.5,
-        "mean_length": (35 + 18) / 2,
-        "clipped_ratio": 0.5,
-        "pass@1": 3 / 8,
-        "pass@2": (5 / 6 + 1 / 2) / 2,
+        "accuracy": 0.5, "reward": 0.5 + (0.5 + 0.3) / 2, "sampled/reward": 3 / 8 + (0.5 * 2 + 0.3 * 4) / 8,
+        "rewards/correctness/mean": 0.5, "rewards/format_reward/mean": (0.5 + 0.3) / 2, "format_rate": 0.5,
+        "mean_length": (35 + 18) / 2, "clipped_ratio": 0.5, "pass@1": 3 / 8, "pass@2": (5 / 6 + 1 / 2) / 2,
         "pass@4": 1.0,
         "maj@2": ((1 + 2 * 0.5 + 2) / 6 + 3 * 0.5 / 6) / 2,  # a tie counts half, a draw without an answer has no vote
-        "maj@4": (1.0 + 0.0) / 2,
-        "sampled/rewards/correctness/mean": 3 / 8,
-        "sampled/rewards/format_reward/mean": (0.5 * 2 + 0.3 * 4) / 8,
-        "sampled/format_rate": 2 / 8,
-        "sampled/mean_length": (35 * 2 + 18 * 4 + 4 + 2) / 8,
-        "sampled/clipped_ratio": 2 / 8,
-    }
+        "maj@4": (1.0 + 0.0) / 2, "sampled/rewards/correctness/mean": 3 / 8,
+        "sampled/rewards/format_reward/mean": (0.5 * 2 + 0.3 * 4) / 8, "sampled/format_rate": 2 / 8,
+        "sampled/mean_length": (35 * 2 + 18 * 4 + 4 + 2) / 8, "sampled/clipped_ratio": 2 / 8,
+    }  # fmt: skip
     assert result.values.pop("eval/time") > 0
     assert result.values == {f"eval/{name}": pytest.approx(value) for name, value in expected.items()}
     greedy, drawn = engine.samplings

@@ -45,18 +45,13 @@ def trained(trainer):
 @pytest.mark.parametrize(
     "settings",
     [
-        *({"loss_type": loss} for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "vespo")),
-        {"loss_type": "cispo"},
-        {"loss_type": "luspo"},
-        {"num_iterations": 2},
-        {"steps_per_generation": 4, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4},
-        {"beta": 0.1},
-        {"beta": 0.1, "use_bias_correction_kl": True, "num_iterations": 2},
-        {"delta": 2.0, "num_iterations": 2},
+        *({"loss_type": loss} for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "vespo")), {"loss_type": "cispo"},
+        {"loss_type": "luspo"}, {"num_iterations": 2},
+        {"steps_per_generation": 4, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4}, {"beta": 0.1},
+        {"beta": 0.1, "use_bias_correction_kl": True, "num_iterations": 2}, {"delta": 2.0, "num_iterations": 2},
         {"top_entropy_quantile": 0.2},
         {"generation_kwargs": {"top_k": 10, "repetition_penalty": 1.2}, "cast_lm_head_to_fp32": True},
-        {"gradient_checkpointing": True},
-        {"bf16": True, "use_cpu": True},
+        {"gradient_checkpointing": True}, {"bf16": True, "use_cpu": True},
         {"dataloader_num_workers": 2, "pad_to_multiple_of": 8, "log_completions": True, "report_to": "none"},
     ],
     ids=lambda settings: ",".join(f"{name}={value}" for name, value in settings.items()),
@@ -170,12 +165,10 @@ def test_rejects_unsupported_arguments_by_name(tmp_path, given, match):
 @pytest.mark.parametrize(
     "given, match",
     [
-        ({"args": {"max_steps": 1}}, "args is of type dict"),
-        ({"args": SFTConfig()}, "args is of type SFTConfig"),
-        ({"reward_funcs": [None]}, "reward_funcs"),
-        ({"train_dataset": None}, "train_dataset is needed"),
+        ({"args": {"max_steps": 1}}, "args is of type dict"), ({"args": SFTConfig()}, "args is of type SFTConfig"),
+        ({"reward_funcs": [None]}, "reward_funcs"), ({"train_dataset": None}, "train_dataset is needed"),
     ],
-)
+)  # fmt: skip
 def test_arguments_of_another_kind_are_refused_before_the_model_is_loaded(given, match):
     with pytest.raises(ValueError, match=match):
         GRPOTrainer(**{"model": "no/such/model", "reward_funcs": length, "train_dataset": PROMPTS, **given})

@@ -217,13 +217,11 @@ def test_refuses_to_start_if_all_checkpoints_are_damaged(tmp_path):
 @pytest.mark.parametrize(
     "path, output_dir, match",
     [
-        ("nowhere", None, "no such folder"),
-        ("run", None, "checkpoint-STEP"),
-        ("run/checkpoint-2/..", None, "checkpoint-STEP"),
-        ("run/checkpoint-2", "other", "its own run folder"),
+        ("nowhere", None, "no such folder"), ("run", None, "checkpoint-STEP"),
+        ("run/checkpoint-2/..", None, "checkpoint-STEP"), ("run/checkpoint-2", "other", "its own run folder"),
         ("run/checkpoint-2", None, "manifest.json is missing"),
     ],
-)
+)  # fmt: skip
 def test_rejects_paths_that_are_not_checkpoints(tmp_path, path, output_dir, match):
     (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
     output_dir = None if output_dir is None else str(tmp_path / output_dir)

@@ -15,25 +15,20 @@ N, D, V = 130, 128, 1000
 CU_SEQLENS = torch.tensor([0, 40, 90, 130])
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROWS = {
-    "every": {},
-    "listed": {"rows": torch.arange(N)},
-    "some": {"rows": torch.arange(0, N, 2)},
-    "masked": {"mask": torch.arange(N) % 3 > 0},
-    "compacted": {"mask": torch.arange(N) % 3 > 0, "compact": "sync"},
-}
+    "every": {}, "listed": {"rows": torch.arange(N)}, "some": {"rows": torch.arange(0, N, 2)},
+    "masked": {"mask": torch.arange(N) % 3 > 0}, "compacted": {"mask": torch.arange(N) % 3 > 0, "compact": "sync"},
+}  # fmt: skip
 TEMPERATURES = {"one": 1.0, "each": torch.full((N,), 0.7)}
 ENTROPIES = {"without": {}, "read": {"return_entropy": True}, "bonus": {"entropy_coef": 0.01}}
 SEQUENCE = {"importance_sampling_level": "sequence"}
 # What a loss type does not have by default but needs.
 NEEDS = {"dr_grpo": {"max_completion_length": 99}, "cispo": {"epsilon_high": 5.0}, "luspo": SEQUENCE}
 INPUTS = {
-    "first-update": {},
-    "ratio": {"old_logps": torch.zeros(N)},
+    "first-update": {}, "ratio": {"old_logps": torch.zeros(N)},
     "reference": {"old_logps": torch.zeros(N), "ref_logps": torch.zeros(N), "beta": 0.1},
-    "two-sided": {"old_logps": torch.zeros(N), "delta": 2.0},
-    "sequence": {"old_logps": torch.zeros(N), **SEQUENCE},
+    "two-sided": {"old_logps": torch.zeros(N), "delta": 2.0}, "sequence": {"old_logps": torch.zeros(N), **SEQUENCE},
     "sampler": {"old_logps": torch.zeros(N), "sampler_logps": torch.zeros(N), "importance_sampling_mode": "token_mask"},
-}
+}  # fmt: skip
 # The kernels of a loss over given logits: in place and token by token one kernel computes loss and gradient.
 FUSED = ["_logits_grpo_fwd_kernel", "_scale_rows_kernel"]
 APART = ["_logits_grpo_fwd_kernel", "_policy_loss_fwd_kernel", "_logits_grpo_bwd_kernel"]
