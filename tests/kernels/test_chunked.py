@@ -189,7 +189,7 @@ FROZEN = {(): 3, ("weight",): 2, ("hidden",): 2, ("hidden", "weight"): 1, ("hidd
 
 
 @pytest.mark.parametrize(("frozen", "expected"), FROZEN.items())
-def test_products_run_once(monkeypatch, frozen, expected):
+def test_every_product_runs_once(monkeypatch, frozen, expected):
     """One chunk: one in the forward, the gradients' in the backward. Four chunks: as many a chunk, in the forward."""
     case = float32_case(bias=True)
     assert products(case, frozen) == (1, expected)
@@ -214,7 +214,7 @@ def test_products_grow_with_no_objective_but_with_sequences_longer_than_a_chunk(
 
 
 @CHUNKS
-def test_no_grad_does_no_gradient_work(monkeypatch, chunk):
+def test_no_grad_runs_no_gradient_products(monkeypatch, chunk):
     set_chunk(monkeypatch, chunk)
     case = float32_case(bias=True)
     expected = run(case, linear_grpo_loss)[0].loss.item()

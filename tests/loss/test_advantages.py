@@ -76,7 +76,7 @@ def test_equal_the_formulas_of_trl(groups, scale, baseline):
 
 @settings(max_examples=50)
 @given(REWARDS, st.floats(-3, 3), st.floats(0.1, 10))
-def test_the_unit_of_the_rewards_changes_nothing(groups, shift, factor):
+def test_advantages_do_not_depend_on_the_unit_of_rewards(groups, shift, factor):
     rewards = (torch.tensor(groups, dtype=torch.float64) * 8).round() / 8  # no spread below what rounding shifts
     before, after = (group_advantages(x.flatten(), 4, eps=0) for x in (rewards, rewards * factor + shift))
     torch.testing.assert_close(after, before, rtol=1e-7, atol=1e-9)
@@ -102,7 +102,7 @@ def test_lists_arrays_and_tensors(rewards, dtype):
     assert result.dtype == dtype and result.tolist() == pytest.approx(RESULT, rel=1e-6)
 
 
-def test_rewards_are_left_as_they_were():
+def test_does_not_change_the_rewards_in_place():
     rewards = torch.tensor([1.0, NAN, 3.0, 3.0])
     before = rewards.clone()
     group_advantages(rewards, 2, clip=0.1)
@@ -140,7 +140,7 @@ def test_decoupled_equals_the_formula_of_trl():
     assert torch.equal(decoupled_advantages(rewards.tolist(), (1, 0.5, 2), 8, clip=0.5), result.clamp(-0.5, 0.5))
 
 
-def test_decoupled_ignores_units_and_groups_without_spread():
+def test_decoupled_ignores_units_and_groups_of_equal_rewards():
     rewards = torch.rand(24, 2, dtype=torch.float64)
     rewards[:8] = torch.tensor([0.1, 1 / 3])
     scaled = rewards * torch.tensor([1.0, 1000.0])

@@ -143,7 +143,7 @@ def test_ranks_in_lockstep_make_equally_many_passes(groups, size, lockstep):
     assert lockstep or all(part for of_rank in passes for part in of_rank)
 
 
-def test_a_group_that_is_more_than_a_share_is_divided():
+def test_splits_groups_larger_than_a_share():
     samples = [Sample([1] * 3, [5] * 40, 1.0) for _ in range(8)]
     assert sorted(map(len, dealers(4)[0].shares(samples))) == [2, 2, 2, 2]
 

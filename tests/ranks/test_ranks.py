@@ -137,7 +137,7 @@ def sent(monkeypatch):
 
 
 @pytest.mark.parametrize("kind, group", [(OnGPU, None), (torch.Tensor, "of the host")])
-def test_tensors_on_the_host_go_by_a_group_that_can_send_them(kind, group, sent):
+def test_host_tensors_use_a_group_with_a_cpu_backend(kind, group, sent):
     """The default group may have been made by a script, for GPUs only."""
     ranks = Ranks(0, 2, group="of the host", store=dist.HashStore())
     ranks.sum([torch.ones(3).as_subclass(kind), torch.ones(2).as_subclass(kind)], "the gradients")
@@ -147,7 +147,7 @@ def test_tensors_on_the_host_go_by_a_group_that_can_send_them(kind, group, sent)
     assert len(sent) == 2
 
 
-def test_small_tensors_are_added_up_as_one_and_a_large_one_without_a_copy(sent, monkeypatch):
+def test_sums_small_tensors_in_one_bucket_and_large_ones_without_a_copy(sent, monkeypatch):
     monkeypatch.setattr("fastgrpo.ranks.BUCKET", 16)
     small, large, strided = [torch.ones(2), torch.ones(1)], torch.ones(9), torch.ones(3, 2).T
     two_ranks().sum([*small, large, strided], "the gradients")

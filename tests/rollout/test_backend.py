@@ -63,7 +63,7 @@ def test_non_finite_logits_leave_no_state(attention, aborted):
         assert all(torch.equal(a.logps, b.logps) for a, b in zip(again, expected, strict=True))
 
 
-def test_keys_and_values_stay_in_their_place_between_calls():
+def test_the_kv_cache_keeps_its_memory_between_calls():
     """Training and evaluation take no turns at them: they are made, and grown once."""
     engine, slots = RolloutEngine(tiny.model(), max_num_seqs=8), []
     for _ in range(3):
@@ -84,7 +84,7 @@ def test_the_share_of_lanes_in_use_is_of_the_whole_generation():
     assert engine.metrics() == {"rollout/live_mean": 2.0, "rollout/live_share": 1.0}
 
 
-def test_graphs_are_forgotten_when_weights_move_in_memory(monkeypatch):
+def test_moved_weights_invalidate_graphs(monkeypatch):
     model, forgotten = tiny.model(), []
     engine, sampling = RolloutEngine(model), SamplingParams(max_tokens=2, seed=0)
     engine.generate(PROMPTS, 2, sampling)
@@ -108,7 +108,7 @@ def test_graphs_are_forgotten_when_weights_move_in_memory(monkeypatch):
         *(({"prompt_ids": prompt}, ".*prompt 7") for prompt in ("abc", [1.5], [3, -1], [], [5] * 254)),
     ],
 )  # fmt: skip
-def test_a_refused_request_leaves_nothing_behind(backend, change, named):
+def test_rejected_requests_leave_no_state(backend, change, named):
     rollouts = backend(tiny.model(), max_num_seqs=4)
     request = {"prompt_ids": PROMPTS[0], "n": 2, "sampling": SamplingParams(max_tokens=3), "request_id": 7}
     with pytest.raises(ValueError, match=f"^{named}"):
@@ -130,7 +130,7 @@ def test_rejects_requests_that_cannot_be_in_flight_together(backend):
     assert rollouts.add_request(PROMPTS[1], 2, sampling) == 8
 
 
-def test_weights_may_not_change_under_requests_in_flight():
+def test_rejects_weight_updates_with_requests_in_flight():
     model = tiny.model()
     engine = RolloutEngine(model)
     engine.add_request(PROMPTS[0], 2, SamplingParams(max_tokens=5))
@@ -175,7 +175,7 @@ def test_a_prompt_is_computed_once_a_group_in_parts_where_it_is_long(monkeypatch
     assert tokens[:3] == [4, 7, 2]
 
 
-def test_finished_rows_leave_and_the_next_group_takes_their_lanes(monkeypatch):
+def test_the_next_group_reuses_finished_lanes(monkeypatch):
     model = tiny.model("llama")
     tokens = count_tokens(model, monkeypatch)
     sampling = SamplingParams(temperature=1.5, max_tokens=60, stop_token_ids=tuple(range(1, 9)), seed=3)

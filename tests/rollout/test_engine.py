@@ -109,7 +109,7 @@ def test_draws_do_not_depend_on_the_batch(attention, how, requests, spare, stops
     "filters", [{}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1, "top_p": 0.9}, {"repetition_penalty": 1.5},
                 {"repetition_penalty": 1.5, "top_k": 9, "top_p": 0.9}], ids=str,
 )  # fmt: skip
-def test_log_probs_are_the_policys_and_the_samplers_those_of_its_filters(backend, filters):
+def test_returns_log_probs_of_the_policy_and_of_the_filtered_sampler(backend, filters):
     rollouts = backend(model_of("llama"), max_num_seqs=7)
     rollouts.generate(PROMPTS, 3, SamplingParams(max_tokens=4, seed=1))  # lanes that kept no record of the filters
     sampling = SamplingParams(temperature=1.3, max_tokens=12, stop_token_ids=[1, 2, 3], seed=1, **filters)
@@ -132,7 +132,7 @@ def test_log_probs_are_the_policys_and_the_samplers_those_of_its_filters(backend
         assert rollout.sampler_logps is rollout.logps
 
 
-def test_the_models_own_generation_settings_change_no_draw(backend):
+def test_ignores_the_models_generation_settings(backend):
     """Only stop tokens are read from them (`stop_token_ids`): under a penalty or a filter that nobody asked for, draws
     and log-probs would not be the policy's."""
     plain, model = tiny.model(), tiny.model()

@@ -101,7 +101,7 @@ def test_a_rollout_of_one_completion_at_a_time_packs_once(monkeypatch):
 
 
 @needs_packing
-def test_a_pass_that_fails_leaves_the_layers_as_they_were(monkeypatch):
+def test_a_failed_pass_restores_the_layers(monkeypatch):
     model = tiny.model("llama")
     engine = RolloutEngine(model)
 
@@ -130,7 +130,7 @@ def test_layers_of_another_dtype_or_with_another_forward_function_are_not_packed
     assert len(packed.forwards) == len(linear_layers(model)) - 3  # nor is the head among them
 
 
-def test_nothing_is_packed_without_onednn_in_other_dtypes_or_for_short_completions():
+def test_packs_only_with_onednn_for_supported_dtypes_and_long_completions():
     assert not can_pack(torch.float64) and not can_pack(torch.float16)
     with torch.backends.mkldnn.flags(enabled=False):
         assert not can_pack()

@@ -44,7 +44,7 @@ def drawn(tmp_path, monkeypatch):
     return draw
 
 
-def test_the_curves_are_those_of_the_metrics(drawn):
+def test_draws_the_curves_of_the_metrics(drawn):
     rows = [{"step": i, "reward": i / 10, "accuracy": 0.25, "clip_ratio/low_mean": 0.0} for i in range(1, 21)]
     axes = drawn([*rows, {"step": 0, "eval/accuracy": 0.5}, {"step": 20, "eval/accuracy": 1.0}])
     assert list(axes) == ["Reward", "Accuracy"]  # empty panels are left out
@@ -91,7 +91,7 @@ def test_the_table_compares_the_evaluation_before_the_first_step_with_the_last_o
     assert rows(every)[0] == ("accuracy [95%]", "0.000 [0.000, 0.250] -> 1.000 [0.000, 0.750]")
 
 
-def test_a_run_ends_with_its_summary_and_a_table_of_what_it_left(tmp_path):
+def test_conclude_writes_the_summary_and_returns_a_table(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
     (tmp_path / "curves.png").mkdir()  # which is the user's: it is named, and the rest is written
     run, said = RunFolder(tmp_path), []

@@ -55,7 +55,7 @@ def test_mfu_measures_the_update(clock):
     assert timer.stop()["mfu"] == pytest.approx(60 / 6 / 100)
 
 
-def test_flops_are_those_that_torch_counts():
+def test_flops_equal_torchs_count():
     """All but attention's and the rotary embedding's own; without gradients of weights two thirds."""
     model, counter = tiny.model("llama"), FlopCounterMode(display=False)
     with counter:
@@ -67,7 +67,7 @@ def test_flops_are_those_that_torch_counts():
     assert update_flops(model.base_model, Policy.of(model).head.weight) == (body * 2 // 3, row * 2 // 3)
 
 
-def test_the_stages_of_a_step_hold_what_they_name_and_add_up_to_it(tmp_path):
+def test_stages_measure_their_part_and_sum_to_the_step(tmp_path):
     def slow(completions, **_):
         time.sleep(0.3)
         return [float(i) for i in range(len(completions))]

@@ -11,7 +11,7 @@ from fastgrpo.run.signals import StopSignals
 
 
 @pytest.mark.parametrize("number, ending", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_the_first_signal_is_noted_and_the_handlers_come_back(number, ending, capfd):
+def test_records_the_first_signal_and_restores_the_handlers(number, ending, capfd):
     before = [signal.getsignal(other) for other in (signal.SIGINT, signal.SIGTERM)]
     with StopSignals() as stop:
         assert not stop
@@ -38,7 +38,7 @@ def test_an_ignored_signal_stays_ignored():
         signal.signal(signal.SIGINT, before)
 
 
-def test_other_threads_do_not_listen():
+def test_sets_no_handlers_in_other_threads():
     before, seen = signal.getsignal(signal.SIGTERM), []
 
     def listen():
@@ -63,7 +63,7 @@ class TwoRanks(Ranks):
 
 
 @pytest.mark.parametrize("rank, told", [(0, 1), (1, 0)])
-def test_the_signal_of_one_rank_stops_all_of_them_and_is_told_once(rank, told, capfd):
+def test_a_signal_on_one_rank_stops_all_ranks_and_is_reported_once(rank, told, capfd):
     with StopSignals(TwoRanks(rank, None)) as stop:
         assert not stop.agree("whether to stop")
         os.kill(os.getpid(), signal.SIGTERM)

@@ -39,7 +39,7 @@ FLAGS = "--max_steps 1 --sweep num_generations=2,4 --sweep_seeds 0,1"
 RUNS = [f"num_generations={g},seed={s}" for g in (2, 4) for s in (0, 1)]
 
 
-def test_a_run_for_each_combination_and_seed():
+def test_makes_a_run_for_each_combination_and_seed():
     assert (sys.executable, "-m", "fastgrpo.train") == sweep.COMMAND
     line = "--max_steps 3 --sweep num_generations=2,4 --sweep=learning_rate=1e-4,2e-4 --sweep_seeds 0,7"
     found = take_sweep(line.split())
@@ -81,7 +81,7 @@ def make(tmp_path, monkeypatch, capsys):
     return make
 
 
-def test_every_run_is_made_once_and_a_failure_stops_no_other(make, tmp_path, capsys):
+def test_makes_every_run_once_and_continues_after_a_failure(make, tmp_path, capsys):
     folder = tmp_path / "sweep"
     with pytest.raises(ValueError, match=f"1 of 4 runs failed: {RUNS[1]}; to continue it, repeat the command"):
         make({RUNS[1]: "fail"}, FLAGS + " --quiet")

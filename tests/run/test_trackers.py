@@ -101,7 +101,7 @@ def test_a_resumed_run_continues_its_tracked_run_and_a_new_one_starts_another(to
     assert all(row["eval/accuracy"] == 0.5 for *_, row in rows if "train/reward" in row)
 
 
-def test_no_table_of_trackio_hides_that_of_another_step(told):
+def test_trackio_keeps_the_table_of_every_step(told):
     name = json.loads((told.run / KNOWN).read_text())["trackio"]["name"]
     logged = [row for _, run, _, row in trackio_rows(told.files) if run == name]
     tables = [row["completions"]["_value"] for row in logged if "completions" in row]
@@ -109,13 +109,13 @@ def test_no_table_of_trackio_hides_that_of_another_step(told):
     assert tables[0] == [{"step": 2, "prompt": "1+1=", "right": 1.0}, {"step": 2, "prompt": "2+2=", "right": None}]
 
 
-def test_no_table_of_wandb_hides_that_of_another_step(told):
+def test_wandb_keeps_the_table_of_every_step(told):
     tables = [json.loads(path.read_text()) for path in sorted(told.run.rglob("*.table.json"))]
     steps = sorted(row[0] for table in tables for row in table["data"])
     assert set(steps) == {2, 4, 6} and all(table["columns"] == ["step", "prompt", "right"] for table in tables)
 
 
-def test_names_are_those_of_trl():
+def test_tracker_names_equal_trls():
     trained = {"reward": 1.0, "rewards/right/mean": 0.5, "loss": float("nan"), "learning_rate": 0.1}
     assert named(3, trained) == {"train/reward": 1.0, "train/rewards/right/mean": 0.5, "train/learning_rate": 0.1}
     held_out = {"eval/accuracy": 0.5, "eval/time": 2.0, "eval/sampled/reward": 0.25, "eval/mean_length": 3.0}

@@ -178,7 +178,7 @@ def test_sums_are_right_and_no_held_out_pair_is_trained_on():
     assert digits_reward in task.reward_funcs and gsm8k.correctness in task.reward_funcs
 
 
-def test_rows_keep_their_lines_in_a_task(tmp_path):
+def test_errors_name_the_line_of_a_row_in_a_task(tmp_path):
     """Also with a system prompt before each prompt."""
     path = tmp_path / "train.jsonl"
     row = json.dumps({"prompt": "hi", "question": "1+1?", "answer": "2"})
@@ -200,7 +200,7 @@ def test_a_system_prompt_goes_before_a_prompt_and_before_messages():
         assert row == {"prompt": told, "messages": [system, *messages], "x": 1}
 
 
-def test_a_task_reads_the_data_it_is_asked_for(tmp_path):
+def test_a_task_reads_only_the_requested_split(tmp_path):
     """A folder without train.jsonl can be evaluated, and one without test.jsonl can be trained on."""
     (tmp_path / "test.jsonl").write_text('{"prompt": "hi", "question": "1+1?", "answer": "#### 2"}\n')
     for module in (dataset, gsm8k):

@@ -96,7 +96,7 @@ def test_equal_shares_for_every_problem_have_an_interval():
     assert result.intervals["eval/accuracy"] == wilson(0, 1) and "pass@1 0.250, pass@4" in result.summary()
 
 
-def test_what_reward_functions_log_is_measured_too():
+def test_averages_logged_metrics_of_reward_functions():
     def judge(completions, log_metric, **columns):
         return [log_metric("sevens", text.count("7")) or 0.0 for text in completions]
 

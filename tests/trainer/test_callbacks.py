@@ -30,7 +30,7 @@ class Recorder(TrainerCallback):
         return note
 
 
-def test_events_come_in_transformers_order_with_what_they_need(tmp_path):
+def test_events_have_transformers_order_and_arguments(tmp_path):
     recorder = Recorder()
     trainer = make_trainer(
         tmp_path, eval_rows=PROMPTS[:2], eval_steps=1, save_steps=1, callbacks=[recorder], eval_on_start=False
@@ -65,7 +65,7 @@ class Wishes(TrainerCallback):
         setattr(self, event, wish)
 
 
-def test_stopping_ends_the_run_as_its_end_does(tmp_path):
+def test_stopping_early_ends_a_run_like_its_last_step(tmp_path):
     stop, run = Wishes("should_training_stop"), tmp_path / "run"
     make_trainer(tmp_path, eval_rows=PROMPTS[:2], max_steps=5, logging_steps=4, callbacks=[stop]).train()
     assert (run / "checkpoint-1").is_dir() and json.loads((run / "summary.json").read_text())["steps"] == 1
@@ -95,7 +95,7 @@ def test_best_model_checkpoint_exists(tmp_path):
     assert trainer.state.best_global_step == 1 and trainer.state.best_model_checkpoint is None
 
 
-def test_early_stopping_goes_on_in_a_resumed_run(tmp_path):
+def test_early_stopping_continues_in_a_resumed_run(tmp_path):
     def make(**settings):
         return make_trainer(
             tmp_path, falling, eval_rows=PROMPTS[:2], eval_steps=1, save_steps=1, eval_on_start=False,

@@ -97,7 +97,7 @@ def test_has_the_attributes_that_scripts_read(tmp_path):
     assert torch.equal(trainer.get_off_policy_mask(*given), trl.GRPOTrainer.get_off_policy_mask(*given))
 
 
-def test_names_of_metrics_are_trls(tmp_path):
+def test_metric_names_equal_trls(tmp_path):
     trainer = script(tmp_path, length, beta=0.1, max_steps=1)
     trainer.train()
     names = """loss grad_norm learning_rate reward reward_std rewards/length/mean rewards/length/std kl entropy epoch
@@ -106,7 +106,7 @@ def test_names_of_metrics_are_trls(tmp_path):
     assert set(names.split()) <= set(trainer.state.log_history[0])
 
 
-def test_the_reference_is_a_model_of_its_own(tmp_path):
+def test_the_reference_is_a_separate_model(tmp_path):
     assert script(tmp_path / "none", length).ref_model is None
     trainer = script(tmp_path, length, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2)
     before = {name: value.clone() for name, value in trainer.ref_model.named_parameters()}
@@ -194,6 +194,6 @@ def test_weak_combinations_of_loss_settings_are_logged(tmp_path, caplog):
         assert advice(GRPOConfig(**quiet)) == []
 
 
-def test_the_arguments_stand_in_trls_order():
+def test_arguments_have_trls_order():
     mine, theirs = (list(inspect.signature(kind.__init__).parameters) for kind in (GRPOTrainer, trl.GRPOTrainer))
     assert mine[: len(theirs)] == theirs and mine[len(theirs) :] == ["log", "panels"]

@@ -55,7 +55,7 @@ def gradient_and_loss(max_tokens, loss_type, level, beta, drop=False, seed=0):
     st.integers(0, 3),
 )
 @hypothesis.settings(max_examples=20)
-def test_a_step_does_not_depend_on_how_it_was_split(loss_type, how, max_tokens, seed):
+def test_a_step_does_not_depend_on_its_micro_batches(loss_type, how, max_tokens, seed):
     whole, whole_metrics = gradient_and_loss(10_000, loss_type, *how, seed=seed)
     split, metrics = gradient_and_loss(max_tokens, loss_type, *how, seed=seed)
     for name, gradient in whole.items():
@@ -65,14 +65,14 @@ def test_a_step_does_not_depend_on_how_it_was_split(loss_type, how, max_tokens, 
     assert any(gradient.abs().max() > 1e-4 for gradient in whole.values())
 
 
-def test_samples_without_advantage_change_nothing_when_they_leave():
+def test_dropping_samples_without_advantage_changes_nothing():
     with_all, _ = gradient_and_loss(10_000, "dapo", "token", 0.0, drop=True)
     without, _ = gradient_and_loss(10_000, "dapo", "token", 0.0)
     for name, gradient in with_all.items():
         torch.testing.assert_close(without[name], gradient, atol=1e-12, rtol=1e-9, msg=name)
 
 
-def test_every_update_after_the_first_meets_the_rollout_policy_as_the_old_one():
+def test_later_updates_use_the_rollout_policy_as_the_old_policy():
     policy = Policy.of(tiny.model("llama"))
     update = make_update(policy, learning_rate=3e-3, updates_per_rollout=2, num_iterations=3)
     samples, seen, loss = samples_of(), [], update.loss

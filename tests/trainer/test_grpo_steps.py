@@ -81,7 +81,7 @@ def test_gradients_are_those_of_the_formula_over_minibatches_and_passes(loss_typ
     assert any((gradient != 0).any() for gradient in kept[-1][0].values())
 
 
-def test_clipped_tokens_are_told_by_the_sign_of_their_own_advantage():
+def test_clipping_depends_on_the_sign_of_each_tokens_advantage():
     update = make_update(Policy.of(tiny.model()), Objective(epsilon=0.2))
     sample = dataclasses.replace(samples_of()[0], old_logps=torch.zeros(4), advantage=0.0)
     for signs, share in (([1, -1, -1, 1], 0.5), ([0, 0, 0, 0], 0.0), ([1, 1, -1, -1], 0.75), ([0, 1, 1, 1], 0.25)):
@@ -91,7 +91,7 @@ def test_clipped_tokens_are_told_by_the_sign_of_their_own_advantage():
         torch.testing.assert_close(ratios, torch.tensor([1, 1, -1, 0]).exp())
 
 
-def test_groups_without_spread_in_their_steps_are_replaced(tmp_path):
+def test_replaces_groups_with_equal_step_rewards(tmp_path):
     def by_prompt(prompts, completions, completion_ids, log_steps, **_):
         rewards = [[0.5 if prompt in ("ab", "hello ") else i % 2] for i, prompt in enumerate(prompts)]
         log_steps([[len(ids)] for ids in completion_ids], rewards)
@@ -117,6 +117,6 @@ def test_a_resumed_run_knows_that_steps_were_logged(tmp_path):
     assert state["experience"] == {"stepped": True}
 
 
-def test_a_run_by_steps_without_steps_is_refused(tmp_path):
+def test_rejects_process_rewards_without_logged_steps(tmp_path):
     with pytest.raises(ValueError, match="process_rewards=token needs step rewards"):
         make_trainer(tmp_path, process_rewards="token").step()

@@ -84,7 +84,7 @@ def test_tokens_of_groups_without_advantage_count_in_the_normalizer():
     assert updated[0].weights.tolist() == pytest.approx([1 / tokens] * len(updated[0].weights))
 
 
-def test_checkpointing_runs_the_layers_once_more_and_the_head_does_not():
+def test_checkpointing_recomputes_layers_but_not_the_head():
     model, samples = policy(checkpointing=True), teaching(samples_of())
     tokens, rows = sizes(samples)
     expected = needed(model, samples, 4)
@@ -95,7 +95,7 @@ def test_checkpointing_runs_the_layers_once_more_and_the_head_does_not():
 
 
 @pytest.mark.parametrize("num_iterations", [1, 2, 3])
-def test_the_reference_runs_once_a_rollout(num_iterations):
+def test_the_reference_runs_once_per_rollout(num_iterations):
     model, samples = policy(), samples_of()
     products = counted(model, [samples], beta=0.1, num_iterations=num_iterations)
     assert products == needed(model, samples, 1 + 3 * num_iterations)  # and no old pass: the first one gives it

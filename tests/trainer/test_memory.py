@@ -89,7 +89,7 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize("architecture", ["qwen3", "smollm3-like"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lora", [False, True])
-def test_the_plan_is_what_training_holds(tmp_path, architecture, dtype, lora):
+def test_planned_memory_equals_that_of_training(tmp_path, architecture, dtype, lora):
     path = tiny.save(tmp_path / "model", name=architecture)
     settings = {"use_peft": True, "lora_r": 4} if lora else {}
     held = tiny_plan(outline(path), dtype, beta=0.1, **settings)
@@ -107,7 +107,7 @@ def test_the_plan_is_what_training_holds(tmp_path, architecture, dtype, lora):
     assert held["optimizer"] == size([*own_masters, *states])
 
 
-def test_the_plan_is_what_a_rollout_holds(saved):
+def test_planned_memory_equals_that_of_a_rollout(saved):
     settings = {"prompts_per_step": 3, "num_generations": 4, "max_num_seqs": 256, "max_completion_length": 20}
     held = tiny_plan(outline(saved), **settings)
     engine = RolloutEngine(tiny.model(vocab_size=258))

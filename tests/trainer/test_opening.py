@@ -8,7 +8,7 @@ pytestmark = pytest.mark.usefixtures("without_curves")
 
 
 @pytest.mark.parametrize("resume, overwrite", [(True, False), ("checkpoint-2", True)])
-def test_train_goes_on_from_a_checkpoint_bit_for_bit(tmp_path, resume, overwrite):
+def test_train_resumes_from_a_checkpoint_bit_for_bit(tmp_path, resume, overwrite):
     def make(name="run", **settings):
         return make_trainer(tmp_path, output_dir=str(tmp_path / name), lr_scheduler_type="constant", **settings)
 

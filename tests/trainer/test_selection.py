@@ -47,13 +47,13 @@ def ragged(values, samples):
 
 
 @hypothesis.given(st.floats(0, 1), st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=60))
-def test_the_quantile_is_torchs(share, values):
+def test_entropy_quantile_equals_torchs(share, values):
     values = torch.tensor(values)
     assert torch.equal(values >= quantile(values, share), values >= torch.quantile(values, share))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8])
-def test_tokens_of_high_entropy_are_trls(share):
+def test_high_entropy_tokens_equal_trls(share):
     """Also those of samples without an advantage decide where the quantile lies, and masked ones do not."""
     trainer, model = trl.GRPOTrainer, tiny.model("llama")
     samples = [dataclasses.replace(sample, masked=i == 4) for i, sample in enumerate(samples_of())]
@@ -72,7 +72,7 @@ def test_tokens_of_high_entropy_are_trls(share):
     assert entropy == pytest.approx(entropies[expected].mean().item(), rel=1e-5)
 
 
-def test_completions_far_off_policy_are_trls():
+def test_off_policy_mask_equals_trls():
     trainer, model = trl.GRPOTrainer, tiny.model("llama")
     samples = samples_of()
     mask, logps, _ = padded(model, samples)
@@ -91,7 +91,7 @@ def test_completions_far_off_policy_are_trls():
     assert entropy is None and len(selected) == 6
 
 
-def test_the_sampler_goes_before_the_old_policy_and_unknown_log_probs_count_nothing():
+def test_off_policy_mask_prefers_sampler_log_probs_and_ignores_unknown_ones():
     model = tiny.model("llama")
     negative = Sample([5, 6], [7, 8, 9], advantage=-1.0)
     logps = padded(model, [negative])[1][0, :3]
@@ -121,7 +121,7 @@ def plain_loss(model, samples, share, coef, beta):
 
 
 @pytest.mark.parametrize("coef, beta", [(0.0, 0.0), (0.3, 0.0), (0.0, 0.2)])
-def test_an_update_is_the_plain_computation(coef, beta):
+def test_an_update_equals_autograd_over_full_logits(coef, beta):
     """In micro-batches of a sample or two; the quantile is that of the whole update."""
     samples, objective = samples_of(), Objective("grpo", entropy_coef=coef, beta=beta)
     update, truth = update_of(tiny.model("llama"), objective, top_entropy_quantile=0.4), tiny.model("llama")

@@ -89,7 +89,7 @@ def test_an_evaluation_is_one_line_of_the_log(tmp_path):
     assert len(lines(tmp_path / "run")) == 2
 
 
-def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, monkeypatch):
+def test_a_stopped_run_resumes_bit_for_bit(tmp_path, monkeypatch):
     make_trainer(tmp_path, "whole").train()
     trainer = make_trainer(tmp_path, "stopped")
     update = trainer.update
@@ -107,7 +107,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, monkeypatch):
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
-def test_updates_that_are_not_finite_are_skipped_and_told(tmp_path, capsys):
+def test_skips_and_reports_non_finite_updates(tmp_path, capsys):
     trainer = make_trainer(tmp_path, eval_rows=None, max_steps=20)
     with torch.no_grad():
         trainer.model.get_input_embeddings().weight.fill_(torch.nan)

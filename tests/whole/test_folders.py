@@ -102,7 +102,7 @@ def test_a_resumed_run_refuses_other_weights_below_its_reference(after, capfd):
     refused(after, capfd, "the weights at model_name_or_path have changed", **RESUMED)
 
 
-def test_a_copy_of_a_run_goes_on(after):
+def test_resumes_a_copy_of_a_run(after):
     """Without the files whose names begin with a dot, as `cp -r run/*` copies it."""
     other = shutil.copytree(after.run, after.folder / "other", ignore=shutil.ignore_patterns(".*"))
     assert report.main([str(other)]) == 0
@@ -136,18 +136,18 @@ def test_a_report_does_not_overwrite_a_picture_that_no_run_made(after, capfd, th
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", "\x80"], ids=lambda text: text[:2])
-def test_a_state_that_cannot_be_read_is_named(after, capfd, text):
+def test_errors_name_an_unreadable_state(after, capfd, text):
     write_state(after.run / "checkpoint-2", text)
     refused(after, capfd, "checkpoint-2/trainer_state.json (cannot be|does not hold)", **RESUMED)
 
 
 @pytest.mark.parametrize("name", ["source", "rows", "global_step"])
-def test_a_state_that_lacks_something_is_named(after, capfd, name):
+def test_errors_name_an_incomplete_state(after, capfd, name):
     change_state(after.run / "checkpoint-2", without=[name])
     refused(after, capfd, rf"checkpoint-2 .*KeyError: '{name}'", **RESUMED)
 
 
-def test_rubbish_in_metrics_is_named_and_passed_over(after, capfd):
+def test_skips_unreadable_metrics_with_a_warning(after, capfd):
     metrics = after.run / "metrics.jsonl"
     metrics.write_bytes(b"\x80rubbish" + metrics.read_bytes()[8:])
     assert train.main(after.argv(**RESUMED)) == 0 and report.main([str(after.run)]) == 0

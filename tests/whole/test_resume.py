@@ -38,7 +38,7 @@ def go_on(folder, name="run", **settings):
 
 # 0: in the first evaluation. 1, 5: between two lines of metrics.jsonl. 4: an evaluation and a save are due. 8: the end.
 @pytest.mark.parametrize("step, dtype", [(n, "float32") for n in (0, 1, 4, 8)] + [(5, "bfloat16")])
-def test_a_stopped_run_goes_on_to_the_last_bit(whole, dtype, step, capsys):
+def test_a_stopped_run_resumes_bit_for_bit(whole, dtype, step, capsys):
     folder, name = whole(dtype), f"stopped-{step}"
     run = stopped(folder, step, name, dtype=dtype)
     assert list(checkpoints(run))[-1] == step
@@ -89,7 +89,7 @@ def test_resumes_every_kind_of_policy_and_reference_bit_for_bit(tmp_path, settin
     assert [row["step"] for row in lines(run) if "ref/kl_error" in row] == ([3] if quantized else [])
 
 
-def test_a_bounded_backward_pass_goes_on_to_the_last_bit(tmp_path):
+def test_a_bounded_backward_pass_resumes_bit_for_bit(tmp_path):
     """Nearly all of the probability lies on the bytes of a large vocabulary, so that most columns are left out."""
     model = tiny.model(vocab_size=4000)
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_a_bounded_backward_pass_goes_on_to_the_last_bit(tmp_path):
     assert len(kept) == 4 and max(kept) < 0.9  # from 0.9 on, the exact pass would be taken
 
 
-def test_advice_is_given_once_in_all_lives_of_a_run(tmp_path, capsys):
+def test_a_resumed_run_does_not_repeat_warnings(tmp_path, capsys):
     settings = {"beta": 0.0, "loss_type": "grpo", "num_iterations": 1}
     stopped(tmp_path, 5, **settings)
     go_on(tmp_path, **settings)
@@ -114,7 +114,7 @@ def test_advice_is_given_once_in_all_lives_of_a_run(tmp_path, capsys):
     assert said.count("a loss near 0 is expected") == 1 and said.count("warning: more than half") == 1
 
 
-def test_a_finished_run_stays_as_it_is(whole):
+def test_resuming_a_finished_run_changes_nothing(whole):
     folder = whole()
     before = (folder / "whole" / "metrics.jsonl").read_bytes()
     assert make_trainer(folder, "whole", resume_from_checkpoint="auto").train()["steps"] == 8
@@ -127,7 +127,7 @@ def crashed(folder, name, step):
     return folder / name
 
 
-def test_an_error_costs_no_line_of_metrics(whole, capsys):
+def test_an_error_loses_no_metrics(whole, capsys):
     folder = whole()
     run = crashed(folder, "error", 6)
     assert [row["step"] for row in lines(run)] == [0, 3, 4, 5]
@@ -160,7 +160,7 @@ def test_skips_and_renames_damaged_checkpoints(whole, capsys):
     assert_same_run(run, folder / "whole")
 
 
-def test_a_named_checkpoint_goes_on_in_its_own_folder(whole):
+def test_a_named_checkpoint_resumes_in_its_own_folder(whole):
     """What came after it is cut, and kept where it cannot be taken for the new course."""
     folder = whole()
     run = folder / "named"
@@ -173,7 +173,7 @@ def test_a_named_checkpoint_goes_on_in_its_own_folder(whole):
     assert_same_run(run, folder / "whole")
 
 
-def test_a_model_object_goes_on_too(tmp_path):
+def test_resumes_with_a_model_object(tmp_path):
     def train(name, **settings):
         settings |= {"lr_scheduler_type": "constant", "save_steps": 1, "save_total_limit": 1, "dtype": "bfloat16"}
         model, folder = tiny.model("llama", vocab_size=258, tie_word_embeddings=True), str(tmp_path / name)
@@ -189,7 +189,7 @@ def log_of(folder, **settings):
     return RunLog(GRPOConfig(**{"output_dir": str(folder), "resume_from_checkpoint": "auto", **settings}))
 
 
-def test_auto_starts_a_run_where_there_is_no_checkpoint(tmp_path, capsys):
+def test_auto_starts_a_run_without_a_checkpoint(tmp_path, capsys):
     for _ in range(2):  # the second time after a run that died before its first checkpoint
         started = log_of(tmp_path / "run")
         started.write(1, {"reward": 1.0})

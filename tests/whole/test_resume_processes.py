@@ -63,7 +63,7 @@ def wait_for_a_save(process, run, at_start=()):
         time.sleep(0.01)
 
 
-def test_a_killed_run_of_adapters_goes_on_and_leaves_a_plain_model(folder, monkeypatch, capsys):
+def test_a_killed_run_of_adapters_resumes_and_writes_a_merged_model(folder, monkeypatch, capsys):
     run, adapters = folder / "run", ("--use_peft", "True", "--lora_target_modules", "all-linear")
     process = start(folder, "run", 100_000, *adapters)
     wait_for_a_save(process, run)

@@ -153,7 +153,7 @@ def started(folder, size):
     return top, forked(__file__, folder / size, top, size, limit=CASE * (1 + len(SIZES[size](top))))
 
 
-def test_kills_inside_of_saves_cost_nothing_that_was_saved(tmp_path):
+def test_kills_during_saves_keep_earlier_checkpoints(tmp_path):
     """Rank 1 while both write checkpoint-4; then rank 0 as it gets its name; then the run goes on to its end."""
     top, ended = started(tmp_path, "killed")
     assert [ended(f"kill-{kill}")[0] for kill in range(3)] == [[1, -9], [-9, 1], [0, 0]]
@@ -176,7 +176,7 @@ def assert_close(run, whole):
         torch.testing.assert_close(weights[0][name], value, rtol=0, atol=3e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def test_runs_go_on_in_the_same_mode_to_the_last_bit_and_in_another_within_rounding(tmp_path):
+def test_resumes_bit_for_bit_in_the_same_mode_and_within_rounding_in_another(tmp_path):
     top, ended = started(tmp_path, "small")
     for case in ("ddp", "fsdp2", "from-ddp", "from-fsdp2"):
         codes, said = ended(case)

@@ -37,7 +37,7 @@ class Killer(TrainerCallback):
             self.killed += 1
 
 
-def test_a_run_with_faults_ends_and_leaves_no_process(tmp_path):
+def test_a_run_with_faults_completes_and_leaves_no_process(tmp_path):
     before, killer = {*psutil.Process().children(recursive=True)}, Killer()
     trainer = make_trainer(
         tmp_path, pool_rewards.faulty, max_steps=12, prompts_per_step=3, callbacks=[killer],

@@ -73,7 +73,7 @@ def restarted(folder):
         return job.rank(0), job.rank(0, attempt=1), job.told()
 
 
-def test_a_run_goes_on_by_itself_after_a_rank_died(folder, restarted):
+def test_torchrun_restarts_and_resumes_a_run_after_a_rank_died(folder, restarted):
     first, second, told = restarted
     lost = "rank 0 stops while it waits for the completions that the ranks drew in step 3: rank 1 died or did not come"
     assert first.splitlines()[-1].startswith(lost), told

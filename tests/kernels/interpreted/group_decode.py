@@ -58,7 +58,7 @@ def test_scores_far_apart():
         torch.testing.assert_close(group_decode(**case), reference.group_decode(**case), rtol=1e-4, atol=1e-4)
 
 
-def test_what_lies_beyond_the_lengths_is_not_read():
+def test_does_not_read_beyond_the_lengths():
     case = random_decode(*GROUPS["ragged"], heads=(4, 2), depth=16)
     expected = group_decode(**case)
     for prefix in ("", "prompt_"):
