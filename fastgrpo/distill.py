@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fastgrpo.rewards.call import Rewards
 
 # Reasons to drop a completion, in the order in which they are checked.
-REASONS = ("wrong", "empty", "malformed", "truncated", "repetitive", "duplicate", "beyond max_per_prompt")
+REASONS = ("unjudged", "wrong", "empty", "malformed", "truncated", "repetitive", "duplicate", "beyond max_per_prompt")
 CHUNK = 256  # prompts that are completed before their kept completions are written
 DISTILLATION = """Generate completions for the training prompts of a task, and keep the correct ones.
 
@@ -155,7 +155,10 @@ def select(
 
 def _reason(completion, forms: list[tuple[str, Callable]], config):
     """Return the reason to drop a completion, or None."""
-    if not next(iter(completion.rewards.values())) >= 1:
+    right = next(iter(completion.rewards.values()))
+    if math.isnan(right):  # None, a failure or a timeout
+        return "unjudged"
+    if right < 1:
         return "wrong"
     if not completion_text(completion.content):
         return "empty"

@@ -159,6 +159,7 @@ _SAVED = "earlier checkpoints are intact, so free some space and resume"
 _SYSTEM = {
     errno.ENOSPC: "the disk is full, writing{where} failed; " + _SAVED,
     errno.EDQUOT: "the disk quota is used up, writing{where} failed; " + _SAVED,
+    errno.EFBIG: "the file{where} would be larger than this process may write; raise the limit (ulimit -f)",
     errno.EACCES: _DENIED,
     errno.EPERM: _DENIED,
     errno.EROFS: _DENIED,

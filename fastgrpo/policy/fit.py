@@ -20,16 +20,16 @@ def check_prompts(prompts: Iterable[Prompt], policy: Policy, max_tokens: int) ->
         policy.check_prompt(prompt.ids, max_tokens, f"the prompt {shortened(prompt.prompt)}", "max_completion_length")
 
 
-def _refuse_unknown(prompt, tokenizer):
-    """Raise if characters of a prompt were tokenized as the end token, as by `character_tokenizer`."""
-    text, end = prompt.prompt, tokenizer.eos_token
+def _refuse_unknown(text, ids, tokenizer, name="prompt"):
+    """Raise if characters of a text were tokenized as the end token, as by `character_tokenizer`."""
+    end = tokenizer.eos_token
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     if end is None or getattr(model, "unk_token", None) != end or not isinstance(text, str) or end in text:
         return
-    if tokenizer.eos_token_id in prompt.ids:
+    if tokenizer.eos_token_id in ids:
         unknown = "".join(sorted({*text} - tokenizer.get_vocab().keys()))
         raise ValueError(
-            f"the prompt {shortened(text)} has characters without a token: {unknown!r}; remove them, or use a "
+            f"the {name} {shortened(text)} has characters without a token: {unknown!r}; remove them, or use a "
             "tokenizer that has them"
         )
 
@@ -46,7 +46,7 @@ def prompts_of(
     def fitting(row):
         prompt = to_prompt(row, tokenizer, template_kwargs)
         check_prompts([prompt], policy, max_tokens)
-        _refuse_unknown(prompt, tokenizer)
+        _refuse_unknown(prompt.prompt, prompt.ids, tokenizer)
         return prompt
 
     return as_rows(rows, "data").each(fitting)
@@ -82,6 +82,9 @@ def examples_of(
             policy.check_ids([*example.prompt_ids, *example.ids], "the example")
             what = f"the example has {len(example)} tokens, which"
             policy.check_length(len(example), what, "shorten or remove it")
+        if row.get("messages") is None:
+            _refuse_unknown(row["prompt"], examples[0].prompt_ids, tokenizer)
+            _refuse_unknown(row["completion"], examples[0].ids[:-1], tokenizer, "completion")  # the last one ends it
         return examples
 
     checked = as_rows(rows, "data").each(fitting)

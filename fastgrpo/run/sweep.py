@@ -63,7 +63,9 @@ def take_sweep(argv: list[str]) -> list[SweepRun] | None:
         own = [word for name, value in zip(grid, values, strict=True) for word in (f"--{name}", *value.split())]
         name = re.sub(r"[^\w.,=+-]+", "-", title, flags=re.ASCII)[:120]
         name += "" if name == title else "-" + hashlib.sha256(title.encode()).hexdigest()[:8]
-        runs.append(SweepRun(re.sub(r",?seed=\S*$", "", title), name, [*rest, *own], parse([*rest, *own])))
+        config = parse([*rest, *own])
+        if all(config != run.config for run in runs):  # 0 and 0.0 are one run
+            runs.append(SweepRun(re.sub(r",?seed=\S*$", "", title), name, [*rest, *own], config))
     return runs or None
 
 

@@ -178,7 +178,12 @@ class GRPOTrainer:
             self._open(log)
         else:
             self.callbacks.args = Arguments(args, ranks, Path(args.output_dir), bool(self.held_out))
-        self.callbacks.call("on_init_end")
+        try:
+            self.callbacks.call("on_init_end")
+        except BaseException:
+            if self.log is not None:  # nobody has the trainer, so nobody can release its folder
+                self.log.close()
+            raise
 
     # Setup before the first step. Supervised training overrides some of these methods.
 
@@ -357,7 +362,7 @@ class GRPOTrainer:
             if not self._stopping(stop):
                 self._evaluate_if_due()
             step, stopping = self.state.global_step, self._stopping(stop)
-            last = step == self.state.max_steps or callbacks.control.should_training_stop
+            last = step >= self.state.max_steps or callbacks.control.should_training_stop
             if last and not stopping:
                 log.flush()
             if stopping or self.checkpoints.due(step, last) or callbacks.control.should_save:
@@ -374,7 +379,7 @@ class GRPOTrainer:
             values = self.step()
             callbacks.call("on_step_end")
             callbacks.agree(f"the flags of the callbacks after step {step + 1}")
-            last = step + 1 == self.state.max_steps or callbacks.control.should_training_stop
+            last = step + 1 >= self.state.max_steps or callbacks.control.should_training_stop
             line = log.step(step + 1, values, last=last or callbacks.control.should_log)
             log.terminal.advance(**self._shown(values))
             if line is not None:

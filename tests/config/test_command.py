@@ -94,6 +94,7 @@ def test_a_bug_keeps_its_traceback_and_an_interrupt_is_not_an_error():
         (ModuleNotFoundError(name="yaml"), r"pip install 'fastgrpo\[train\]'"),
         (ModuleNotFoundError(name="peft.x"), "pip install peft$"), (OSError(errno.ENOSPC, "", "/x"), "full.* /x "),
         (NotADirectoryError(errno.ENOTDIR, "", "/x/y"), "/x/y is a file"), (MemoryError(), "max_tokens_per_microbatch"),
+        (OSError(errno.EFBIG, "", "/x"), "/x .*ulimit -f"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "max_tokens_per_microbatch"),
         (RuntimeError("can't allocate memory: you tried to allocate 4096 bytes."), "4,096 bytes\n"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), "^CUDA out of memory\n.*expandable_segments"),

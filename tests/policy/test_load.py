@@ -10,7 +10,7 @@ from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.records import Prompt
 from fastgrpo.policy.characters import character_model
 from fastgrpo.policy.device import cast, choose_device, choose_dtype, package_obstacle
-from fastgrpo.policy.fit import check_rows, prompts_of
+from fastgrpo.policy.fit import check_rows, examples_of, prompts_of
 from fastgrpo.policy.load import (
     check_vocabulary,
     load_policy,
@@ -209,3 +209,5 @@ def test_character_models_follow_their_seed_and_refuse_unknown_characters():
     check_rows([{"prompt": "ab="}, {"prompt": "a<eos>b"}], tokenizer, Policy.of(first), 8)
     with pytest.raises(ValueError, match=r"data row 1: .*'!z'"):
         check_rows([{"prompt": "ab="}, {"prompt": "ab!z="}], tokenizer, Policy.of(first), 8)
+    with pytest.raises(ValueError, match=r"data row 0: the completion .*'!z'"):
+        list(examples_of([{"prompt": "ab=", "completion": "ab!z="}], tokenizer, Policy.of(first), [0]))

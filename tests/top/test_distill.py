@@ -136,7 +136,7 @@ def test_completions_are_dropped_for_these_reasons():
     assert [completion.content for completion, _ in kept] == [
         "right neat 1", "right neat 1", "right neat, longer", "right neat, the longest",
     ]  # fmt: skip
-    assert dropped == dict.fromkeys(REASONS, 1)
+    assert dropped == dict.fromkeys(REASONS[1:], 1)
     assert abs(kept[0][1] - (1 + 0.3 + 0.12)) < 1e-9  # its total reward
 
 
@@ -145,11 +145,10 @@ def test_the_best_are_kept_and_of_equal_ones_the_first():
     kept, dropped = select(completions, rewards, LIMITS)
     assert [completion.content[-1] for completion, _ in kept] == ["0", "1"]
     assert dropped == {"beyond max_per_prompt": 2}
-    # without a verdict a completion is wrong
     completions, _ = judged(("a", "right neat", "stop", [1, 2]))
     rewards = Rewards([lambda completions, **columns: [None] * len(completions)])
     unjudged = rewards(completions).completions
-    assert select(unjudged, rewards, LIMITS) == ([], {"wrong": 1})
+    assert select(unjudged, rewards, LIMITS) == ([], {"unjudged": 1})
 
 
 def test_repetition_counts_runs_that_occur_again():

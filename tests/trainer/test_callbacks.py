@@ -136,3 +136,24 @@ def test_control_flags_of_one_rank_apply_to_all(tmp_path):
     control.should_log = True
     trainer.callbacks.agree("a step")
     assert (control.should_save, control.should_log, control.should_training_stop) == (True, True, False)
+
+
+def test_a_callback_that_raises_at_the_start_leaves_the_folder_free(tmp_path):
+    class Raises(TrainerCallback):
+        def on_init_end(self, args, state, control, **_):
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom") as raised:  # which keeps the trainer alive
+        make_trainer(tmp_path, callbacks=[Raises])
+    make_trainer(tmp_path, overwrite_output_dir=True).log.close()
+    del raised
+
+
+def test_a_callback_may_move_the_step_beyond_the_last(tmp_path):
+    class Jumps(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            state.global_step += 10
+
+    trainer = make_trainer(tmp_path, callbacks=[Jumps])
+    trainer.train()
+    assert trainer.state.global_step == 11
