@@ -89,11 +89,12 @@ model with random weights was tested on a CPU in fp32.
 - **works**: the rollout engine supports it. The log-probs of rollouts and of training are within 1e-4 of those of the
   model in transformers, and greedy tokens are equal.
 - **hf only**: the engine does not support it, for the reason in the note. `--rollout_backend auto` trains the model
-  with transformers' `generate` and attention, which are slower. The model passes the same test with them.
+  with transformers' `generate` and attention, which are slower. With these, log-probs and tokens agree as above.
 - **no**: it cannot be trained with fastgrpo.
 
 Notes: *window* means that prompt and completion together must fit into the sliding window. *experts* means that
-decoding uses CUDA graphs only in bf16 on Hopper and Blackwell data-center GPUs. Dimensions are those of the tiny model.
+decoding uses CUDA graphs only in bf16 on Hopper and Blackwell data-center GPUs. Head
+dimensions in the notes are those of the tiny model.
 
 The engine checks any other architecture at load, with a forward pass without weights on the meta device. The tests of
 this table do not use the layers of liger-kernel, which need a GPU. `make pages` repeats the tests and writes this page.

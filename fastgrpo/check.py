@@ -2,8 +2,8 @@
 
 Scores the completions in the column `completion`: a string, or a list of strings. With --model, the model generates
 --num_generations completions per prompt instead. --reward, --dataset and --model are short for --reward_funcs,
---dataset_name and --model_name_or_path. From a folder, reads the split --dataset_test_split. Without a model there is
-no tokenizer, and the argument completion_ids of a reward function has the UTF-8 bytes of the text.
+--dataset_name and --model_name_or_path. In a folder, rows come from the split --dataset_test_split. Without a model
+there is no tokenizer, and the argument completion_ids of a reward function has the UTF-8 bytes of the text.
 
 Exit code: 0 without warnings, 1 with warnings, 2 for a mistake in the command.
 """
@@ -45,13 +45,13 @@ class CheckConfig(
     """The settings of the command. Settings of training have the same meaning."""
 
     task: str = "dataset"
-    """Take rows and reward functions from this task (train --help lists them); dataset takes rows with a `prompt`
+    """Take rows and reward functions from this task (train --help lists the tasks); dataset takes rows with a `prompt`
     column."""
     model_name_or_path: str | None = None
     """Generate completions with this model. None uses the completions in the rows."""
     reward_timeout: Positive | None = 10.0
-    """Stop a reward function after N seconds for one completion. The table counts these timeouts; the other checks
-    ignore them. None sets no limit, and runs the functions in this process."""
+    """Stop a reward function after N seconds for one completion. The table counts these timeouts; other findings
+    leave them out. None sets no limit, and runs the functions in this process."""
     num_generations: Annotated[Whole, Field(ge=2)] = 8
     """Generate N completions per prompt with the model."""
     temperature: NotNegative = 1.0

@@ -35,8 +35,8 @@ CHUNK = 256  # prompts that are completed before their kept completions are writ
 DISTILLATION = """Generate completions for the training prompts of a task, and keep the correct ones.
 
 A completion is correct if its first reward is at least 1. A kept completion also gets the maximum of each
-...format_reward, and is not truncated, repetitive or a duplicate. `python -m fastgrpo.sft --train_file FILE` trains on
-the file."""
+reward function whose name ends in format_reward, and is not truncated, repetitive or a duplicate.
+`python -m fastgrpo.sft --train_file FILE` trains on the file."""
 
 
 def parse(argv: list[str]) -> DistillConfig:

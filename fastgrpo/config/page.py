@@ -104,8 +104,8 @@ DIFFERS = [
     ("`generation_kwargs` with `num_beams` trains", "an error: beams are not samples of the policy"),
     (
         "a reward tokenizer without a padding token pads with its end token",
-        "an error: the reward is read before the first padding token, which could be the end token of an earlier turn; "
-        "set another padding token",
+        "an error, because the end of an earlier turn would then look like padding, and the reward is that of the last "
+        "token before the padding; set another padding token",
     ),
     (
         "adapters can have dropout, DoRA, `modules_to_save`, `target_parameters` or other options of peft",

@@ -165,11 +165,11 @@ class RewardConfig(RewardFunctionsConfig):
     """Failing reward functions, and reward workers."""
 
     reward_errors: Literal["raise", "skip"] = "raise"
-    """Choose what a failing reward function does: raise ends the run; skip sets the reward to None and counts the
-    failure in the metrics."""
+    """If a reward function fails, end the run (raise), or set the reward to None and count the failure in the metrics
+    (skip)."""
     reward_workers: Size | None = None
     """Run reward functions in N worker processes per rank, in parallel with generation; 0 runs them in the trainer's
-    process. None means 0 without reward_timeout; with it, one process per core of the rank, at most 8."""
+    process. None uses 0 or, if reward_timeout is set, the cores divided by the ranks on the machine, at most 8."""
 
 
 @settings_class
@@ -243,12 +243,12 @@ class RolloutConfig:
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Exclude tokens whose probability is below min_p times that of the most likely token. None turns it off."""
     repetition_penalty: Positive = 1.0
-    """Divide the logits of tokens that the prompt or completion already has by this number if they are positive, and
-    multiply them by it if they are negative; 1 turns it off."""
+    """For tokens that are already in the prompt or completion, divide positive logits by this number, and multiply
+    negative logits by it. 1 turns it off."""
     dynamic_sampling: Size = 0
     """Replace groups whose rewards are all equal by groups of new prompts, and sample at most N batches of prompts per
-    step (DAPO, arXiv 2503.14476, uses up to 10). If too few groups remain after N batches, replaced groups fill the
-    step, the earliest first. 0 turns it off."""
+    step (DAPO, arXiv 2503.14476, uses up to 10). If too few groups have differing rewards after N batches, the
+    earliest groups with equal rewards fill the step. 0 turns it off."""
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
     """Start N times as many groups as a step needs, and cancel the slowest. This favours short completions; 1 turns it
     off."""
@@ -263,9 +263,9 @@ class UpdatesConfig:
     num_iterations: Count = 1
     """Train N times on the completions of a step (mu in GRPO)."""
     head_backward_tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Skip vocabulary entries in the backward pass of the LM head. At each position, the skipped entries together have
-    at most this share of the probability of all entries except the sampled token. The relative error of the gradient
-    with respect to the logits of a position is then at most half of this share, in the 1-norm. 0 is exact."""
+    """Skip vocabulary entries in the backward pass of the LM head. At each position, their probabilities add up to at
+    most this number times (1 - p), where p is the probability of the sampled token. The relative error of the gradient
+    with respect to the logits of a position is then at most half of this number, in the 1-norm. 0 is exact."""
 
 
 @settings_class
@@ -374,20 +374,20 @@ class AdvantageConfig:
     reward_weights: Several[Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]] = ()
     """Weight the reward functions, with one number each. Empty gives each a weight of 1."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Scale centered rewards: group divides by the standard deviation of the group; batch divides by that of all
-    rewards of the step; none does not scale."""
+    """Divide centered rewards by the standard deviation of the group (group), by that of all rewards of the step
+    (batch), or by 1 (none)."""
     advantage_baseline: Literal["group", "leave_one_out"] = "group"
-    """Subtract this from each reward: group is the mean of the group; leave_one_out is the mean of the other rewards of
-    the group (RLOO)."""
+    """Subtract from each reward the mean of its group (group), or the mean of the other rewards of its group
+    (leave_one_out, as in RLOO)."""
     advantage_clip: Positive | None = None
     """Clip advantages to this magnitude. None turns it off."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Combine several rewards: sum_then_normalize standardizes their weighted sum; normalize_then_sum first
     standardizes each reward within its group (GDPO)."""
     process_rewards: Literal["outcome", "token"] = "outcome"
-    """Choose how to use the step rewards that reward functions log: token turns them into token advantages
-    (DeepSeekMath, arXiv 2402.03300, section 4.1.3), and adds the advantages of functions without step rewards; outcome
-    ignores step rewards, and uses the returned rewards of all functions."""
+    """Use step rewards, which reward functions log, for an advantage per token (token; DeepSeekMath, arXiv 2402.03300,
+    section 4.1.3), or ignore them, and use only the returned rewards (outcome). With "token", the advantages of
+    functions without step rewards are added."""
     soft_punish_cache: Size = 0
     """Add a reward that falls from 0 to -1 over the last N tokens before max_completion_length (DAPO's soft overlong
     punishment); 0 turns it off."""
@@ -474,8 +474,8 @@ class ReferenceConfig:
     """Multiply the KL estimate by the ratio of policy to old policy, which makes its gradient unbiased. kl=full is
     exact and ignores this setting."""
     ref_storage: Literal["cpu", "int8", "nf4"] | None = None
-    """Store the reference in less memory: cpu keeps it in host memory and copies it to the GPU layer by layer; int8 and
-    nf4 quantize its linear layers to 8 and 4 bits. None keeps a full copy on the policy's device."""
+    """Store the reference in less memory: in host memory, copied to the GPU layer by layer (cpu), or with linear layers
+    of 8 or 4 bits (int8, nf4). None keeps a full copy on the policy's device."""
     sync_ref_model: bool = False
     """Move the reference towards the policy during training (TR-DPO, arXiv 2404.09656)."""
     ref_model_sync_steps: Count = 512

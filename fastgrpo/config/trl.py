@@ -210,7 +210,7 @@ SAME = {**dict.fromkeys(_PLAIN.split(), ""),
     "save_steps": _COUNT + "is rounded up to whole steps; with metric_for_best_model, to a multiple of "
     "eval_steps.",
     "gradient_checkpointing": "auto is True on a CPU, and on a GPU if activations do not fit.",
-    "use_liger_kernel": "None uses liger-kernel on a GPU if it is installed; a CPU never does. The loss has its own.",
+    "use_liger_kernel": "None uses liger-kernel on a GPU if it is installed; a CPU never does. The loss never uses it.",
     "disable_tqdm": "None is taken as False.",
     "log_completions": "True also writes all completions to samples.jsonl.",
     "num_completions_to_print": "Prints the first N; TRL prints N at random.",

@@ -110,8 +110,8 @@ METRICS = {
     "--reward_errors skip",
     "eval/rewards/{function}/timeouts": "number of greedy completions for which one reward function took longer than "
     "--reward_timeout",
-    "eval/format_rate": "share of greedy completions with the full mark of the reward function named ...format_reward; "
-    "absent without one",
+    "eval/format_rate": "share of greedy completions with the maximum of the reward function whose name ends in "
+    "format_reward; absent without one",
     "eval/mean_length": "mean length of the greedy completions in tokens",
     "eval/clipped_ratio": "share of greedy completions that were truncated at max_completion_length",
     "eval/pass@{k}": "probability that at least one of k sampled completions of a held-out prompt is right",
@@ -123,8 +123,8 @@ METRICS = {
     "--reward_errors skip",
     "eval/sampled/rewards/{function}/timeouts": "number of sampled completions for which one reward function took "
     "longer than --reward_timeout",
-    "eval/sampled/format_rate": "share of sampled completions with the full mark of the reward function named "
-    "...format_reward; absent without one",
+    "eval/sampled/format_rate": "share of sampled completions with the maximum of the reward function whose name "
+    "ends in format_reward; absent without one",
     "eval/sampled/mean_length": "mean length of the sampled completions in tokens",
     "eval/sampled/clipped_ratio": "share of sampled completions that were truncated at max_completion_length",
     "eval/{metric}/ci95_low": "lower end of the 95% confidence interval of an eval metric; "
