@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fastgrpo.config.settings import TrainingConfig
-from fastgrpo.config.validation import CONDITIONS, on_resume
+from fastgrpo.config.validation import CONDITIONS, RESUME_MAY_CHANGE, on_resume
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.run.checkpoint import checkpoints, read_state, step_of, verify
 from fastgrpo.run.folder import SWEEP_TABLE, RunFolder, claim_output_dir, contents, made_in, note
@@ -181,9 +181,16 @@ def refuse_differences(ranks: Ranks, **values: Any) -> None:
         for name, value in values.items():
             if theirs[name] != value:
                 raise ValueError(
-                    f"the {name.replace('_', ' ')} differ between rank {rank} and rank {ranks.rank}; make all machines "
-                    "read the same files and rows in the same order"
+                    f"the {name.replace('_', ' ')} differ between rank {rank} and rank {ranks.rank}; give all ranks "
+                    "the same settings, files and rows in the same order"
                 )
+
+
+def shared_settings(config: TrainingConfig) -> dict[str, Any]:
+    """Return the settings that must be the same on all ranks: not paths, and not what only rank 0 does."""
+    own = RESUME_MAY_CHANGE - {"logging_steps", "eval_steps", "save_steps"}
+    own |= {"device", "model_name_or_path", "dataset_name", "train_file"}
+    return {f"values_of_{name}": value for name, value in asdict(config).items() if name not in own}
 
 
 def digest_of_rows(rows: Iterable[dict]) -> str:

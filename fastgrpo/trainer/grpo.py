@@ -40,7 +40,7 @@ from fastgrpo.run.health import Watch
 from fastgrpo.run.log import RunLog, open_log
 from fastgrpo.run.metrics import Summary, evaluated
 from fastgrpo.run.profiling import Profiler, StageTimer, peak_flops
-from fastgrpo.run.resume import digest_of_rows, inputs_of, may_go_on, refuse_differences, set_aside
+from fastgrpo.run.resume import digest_of_rows, inputs_of, may_go_on, refuse_differences, set_aside, shared_settings
 from fastgrpo.run.signals import StopSignals
 from fastgrpo.run.snapshot import GlobalRNG, HostCopies, Snapshot, restore
 from fastgrpo.run.terminal import is_terminal
@@ -139,7 +139,8 @@ class GRPOTrainer:
         self.digests = {"model": made.digest, "data": digest_of_rows(train_rows)}
         if ranks.size > 1:
             held_out = digest_of_rows([row for rows in self.held_out.values() for row in rows])
-            refuse_differences(ranks, training_rows=(self.digests["data"], len(self.source)), held_out_rows=held_out)
+            rows = (self.digests["data"], len(self.source))
+            refuse_differences(ranks, **shared_settings(args), training_rows=rows, held_out_rows=held_out)
         self.state = TrainerState(
             0, setup.count_steps(args, len(self.source)), 0.0, args.max_completion_length,
             logging_steps=args.logging_steps, eval_steps=args.eval_steps or 0, save_steps=args.save_steps or 0,

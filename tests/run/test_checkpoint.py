@@ -27,7 +27,7 @@ from fastgrpo.run import snapshot
 from fastgrpo.run.checkpoint import Checkpointer, checkpoints, prune, save_model, step_of, verify, write_checkpoint
 from fastgrpo.run.folder import RunFolder, claim_output_dir, contents
 from fastgrpo.run.log import RunLog
-from fastgrpo.run.resume import digest_of_rows, digest_of_weights, refuse_differences
+from fastgrpo.run.resume import digest_of_rows, digest_of_weights, refuse_differences, shared_settings
 from fastgrpo.run.snapshot import GlobalRNG, HostCopies, Snapshot, _read, restore
 
 
@@ -384,3 +384,7 @@ def test_ranks_that_read_different_things_are_refused():
         refuse_differences(ranks, training_rows=("a", 3), held_out_rows=rows)
     with pytest.raises(ValueError, match=r"held out rows .* rank 0 .* rank 1"):
         refuse_differences(two, training_rows=("a", 3), held_out_rows="b")
+    mine, others = (shared_settings(GRPOConfig(learning_rate=rate, output_dir=str(rate))) for rate in (0.1, 0.2))
+    two.gather = lambda value, what: [others, value]
+    with pytest.raises(ValueError, match="the values of learning rate differ"):
+        refuse_differences(two, **mine)
