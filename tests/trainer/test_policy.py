@@ -39,7 +39,7 @@ def test_a_model_made_in_memory_gets_the_weights_of_rank_0():
 
 def test_other_weights_on_another_rank_are_refused(tmp_path):
     path = tiny.save(tmp_path / "model")
-    with pytest.raises(ValueError, match="the weights of the model differ between rank 0 and rank 1; make all mach"):
+    with pytest.raises(ValueError, match="the weights of the model differ between rank 0 and rank 1; give all ranks"):
         make_policy(str(path), None, config(), Two(digest="0"))
     make_policy(str(path), None, config(), Two())
 
