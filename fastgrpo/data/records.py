@@ -3,14 +3,20 @@
 A stage adds its results to a sample with `dataclasses.replace`; records are never changed in place. A batch packs the
 samples of a micro-batch into one sequence of tokens without padding.
 
-Shapes: T tokens of a completion, S samples of a batch, N its packed tokens (of prompts and completions), M its
-completion tokens.
+A completion with tools has several turns: the model draws tokens up to a stop token, the answers of its tools are
+appended, and it draws on. `Sample.tool_mask` tells them apart. Answers are inputs only: they have no log-prob, no
+advantage and no weight.
+
+Shapes: T tokens of a completion, D of them drawn, S samples of a batch, N its packed tokens (of prompts and
+completions), M its drawn tokens.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import accumulate
+from enum import StrEnum
+from itertools import accumulate, compress
 from typing import Any, Protocol
 
 import torch
@@ -43,27 +49,68 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
 
 
+class StopReason(StrEnum):
+    """Why a completion ended, in the order in which the reasons are checked after each turn."""
+
+    LENGTH = "length"  # reached max_completion_length; or the answer of a tool would have
+    CONTEXT = "context"  # reached the length limit of the model; or the answer of a tool would have
+    PARSE_ERROR = "parse_error"  # the turn begins a tool call that cannot be parsed
+    STOP = "stop"  # a stop token after a turn without tool calls
+    MAX_TURNS = "max_turns"  # calls a tool in the last turn that is allowed
+    TOOL_TIMEOUT = "tool_timeout"  # a tool did not answer in time
+    ENV_ERROR = "env_error"  # the environment failed
+    ENV_DONE = "env_done"  # the environment is done
+    ABORTED = "aborted"  # dropped before its end
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What follows a drawn turn: tokens to append before the next draw, or the reason why the completion ends."""
+
+    ids: list[int] = field(default_factory=list)
+    reason: StopReason | None = None
+
+
+class Dialogue(Protocol):
+    """One completion with tools. The rollout passes it each drawn turn that ends with a stop token."""
+
+    quick: bool  # whether the rollout waits a moment for the answer instead of decoding other completions first
+
+    def answer(self, ids: list[int], room: int) -> "Future[Turn]":
+        """Begin to answer a turn, and return at once.
+
+        Args:
+            ids: The tokens of the turn, with its stop token.
+            room: Maximum number of tokens of the answer, so that one more can be drawn.
+        """
+
+    def close(self, reason: StopReason) -> None:
+        """Note why the completion ended, or that it was aborted."""
+
+
 @dataclass(frozen=True)
 class Sample:
-    """One completion of a prompt, from the draw to its line in samples.jsonl. Per-token tensors are [T], T = len(ids).
+    """One completion of a prompt, from the draw to its line in samples.jsonl. Per-token tensors are [D].
 
     The rollout sets ids, log-probs and finish_reason. Rewards add text and rewards, then advantages are added. An
     update adds the rest for the samples that it trains on.
 
     Attributes:
         prompt_ids: Token ids of the prompt.
-        ids: [T] token ids of the completion, including the stop token.
+        ids: [T] token ids of the completion, including stop tokens and the answers of tools.
+        tool_mask: [T] 1 for drawn tokens, 0 for answers of tools; None if all tokens were drawn. Named as in TRL.
+        dialogue: The turns of a completion with tools, or None.
         advantage: The advantage, or the mean of `token_advantages`.
         logps: fp32 log-probs of the drawn tokens, in nats, under the full softmax at the sampling temperature.
         sampler_logps: fp32 log-probs under the sampling distribution, after filters and penalties.
-        finish_reason: "stop" after a stop token, "length" at the length limit.
+        finish_reason: A `StopReason`.
         prompt: The prompt as reward functions get it: a string, or a list of messages.
         columns: The other columns of the prompt's data row, which reward functions get by name.
         content: The completion as reward functions get it: a string, or a list of one message if the prompt is a list.
         rewards: Reward of each reward function by name; NaN if it returned None.
         extras: Further columns of samples.jsonl, logged by reward functions.
         steps: Step rewards by the name of the function that logged them: pairs (end, reward), where end is the number
-            of tokens up to the end of the step.
+            of tokens of `ids` up to the end of the step.
         trained: Whether a step of GRPO trains on it. Dynamic sampling also draws groups that no step trains on.
         token_advantages: fp32 advantage of each token, from step rewards; None if all tokens have `advantage`.
         masked: Whether its tokens are excluded from the loss.
@@ -80,9 +127,11 @@ class Sample:
     prompt_ids: list[int]
     ids: list[int]
     advantage: float = 0.0
+    tool_mask: list[int] | None = None
     logps: torch.Tensor | None = None
     sampler_logps: torch.Tensor | None = None
-    finish_reason: str = "stop"
+    finish_reason: str = StopReason.STOP
+    dialogue: Dialogue | None = None
     prompt: str | list[dict] = ""
     columns: dict[str, Any] = field(default_factory=dict)
     content: str | list[dict] = ""
@@ -104,9 +153,14 @@ class Sample:
         return len(self.prompt_ids) + len(self.ids)
 
     @property
+    def drawn(self) -> list[int]:
+        """The drawn tokens [D] of `ids`."""
+        return self.ids if self.tool_mask is None else list(compress(self.ids, self.tool_mask))
+
+    @property
     def truncated(self) -> bool:
-        """Whether the completion reached the length limit."""
-        return self.finish_reason == "length"
+        """Whether the completion reached a length limit."""
+        return self.finish_reason in (StopReason.LENGTH, StopReason.CONTEXT)
 
     @property
     def informative(self) -> bool:
@@ -130,11 +184,11 @@ class Batch:
         position_ids: [N] int64.
         lengths: Tokens of each packed sequence, on the host; they add up to N.
         branches: For each prompt that several samples share, the lengths of its branches in tokens, on the host.
-        rows: [M] int64. Index of the hidden state, among the N tokens, that predicts each completion token. Samples
+        rows: [M] int64. Index of the hidden state, among the N tokens, that predicts each drawn token. Samples
             that share a prompt share the state that predicts their first tokens.
-        targets: [M] int64 completion tokens.
-        cu_seqlens: [S+1] int64 on the host. Start of each sample among the M completion tokens, and the end of the
-            last one.
+        targets: [M] int64 drawn tokens.
+        cu_seqlens: [S+1] int64 on the host. Start of each sample among the M drawn tokens, and the end of the last
+            one.
         advantages: [S] fp32, or [M] if they differ between the tokens of a sample.
         weights: [M] fp32 weights of the tokens in the objective, or None.
         entropy_weights: [M] fp32 weights of the tokens in the entropy bonus, or None.
@@ -163,7 +217,8 @@ class Batch:
     def pack(cls, samples: Sequence[Sample], device: torch.device | str, share_prompt: bool = True) -> "Batch":
         """Pack samples."""
         layout = _Packing(prompt_groups(samples, share_prompt))
-        counts = [len(sample.ids) for sample in samples]
+        targets = [sample.drawn for sample in samples]
+        counts = [len(drawn) for drawn in targets]
 
         def tensor(values, dtype=torch.int64):
             return to_device(torch.tensor(values, dtype=dtype), device)
@@ -185,7 +240,7 @@ class Batch:
             lengths=layout.lengths,
             branches=layout.branches,
             rows=tensor(layout.rows),
-            targets=tensor([token for sample in samples for token in sample.ids]),
+            targets=tensor([token for drawn in targets for token in drawn]),
             cu_seqlens=torch.tensor([0, *accumulate(counts)]),
             advantages=advantages,
             weights=joined("weights"),
@@ -219,7 +274,10 @@ class _Packing:
             prompt = groups[i][0].prompt_ids
             inputs = self._put(prompt + longest[:-1], 0)[len(prompt) - 1 :]
             rows[i] = [inputs[: len(sample.ids)] for sample in groups[i]]
-        self.rows = [row for i in range(len(groups)) for of_sample in rows[i] for row in of_sample]
+        self.rows = []
+        for i, group in enumerate(groups):
+            for sample, of_sample in zip(group, rows[i], strict=True):
+                self.rows += of_sample if sample.tool_mask is None else compress(of_sample, sample.tool_mask)
 
     def _put(self, tokens, position):
         """Append a sequence that starts at this position, and return the indices of its tokens in the pack."""

@@ -259,7 +259,7 @@ def _measure(judged: Judged, rewards, draws, prefix, means):
     for function, name, column in zip(rewards.functions, rewards.names, per_function.T, strict=True):
         if name.endswith("format_reward"):
             shares["format_rate"] = full_mark(function)(column).double()
-    lengths = [len(completion.ids) for completion in completions]
+    lengths = [len(completion.drawn) for completion in completions]
     columns["mean_length"] = torch.tensor(lengths, dtype=torch.float64)
     truncated = [completion.truncated for completion in completions]
     shares["clipped_ratio"] = torch.tensor(truncated, dtype=torch.float64)
@@ -293,7 +293,7 @@ def _row(problem, draw, completion):
         "right": _right(completion),
         "rewards": {name: None if math.isnan(value) else value for name, value in completion.rewards.items()},
         "finish_reason": completion.finish_reason,
-        "tokens": len(completion.ids),
+        "tokens": len(completion.drawn),
     }
 
 

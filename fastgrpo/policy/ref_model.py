@@ -48,7 +48,7 @@ def score(
         part = [samples[i] for i in indices]
         batch = Batch.pack(part, policy.device, scoring.share_prompt)
         flat = policy.within(partial(compute, policy, batch, scoring.temperature))
-        lengths = [len(sample.ids) for sample in part]
+        lengths = [len(sample.drawn) for sample in part]
         for i, of_sample in zip(indices, flat.split(lengths, dim=-1), strict=True):
             values[i] = of_sample
     if policy.lockstep and passes is not None:

@@ -17,7 +17,7 @@ import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, compress, repeat
 from typing import Any
 
 import torch
@@ -267,9 +267,12 @@ def _with_steps(samples, stepped, rewards, args, size):
         parts = [part + weight * of_tokens for part, of_tokens in zip(parts, own, strict=True)]
     if args.advantage_clip is not None:
         parts = [part.clamp(-args.advantage_clip, args.advantage_clip) for part in parts]
+    drawn = [
+        p if s.tool_mask is None else p[torch.tensor(s.tool_mask) > 0] for s, p in zip(samples, parts, strict=True)
+    ]
     return [
         dataclasses.replace(sample, advantage=part.mean().item(), token_advantages=part.float())
-        for sample, part in zip(samples, parts, strict=True)
+        for sample, part in zip(samples, drawn, strict=True)
     ]
 
 
@@ -305,10 +308,10 @@ def _mean_size(of_tokens):
 
 
 def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Measure how long the completions of a step were, in tokens, and how many were truncated."""
+    """Measure how long the completions of a step were, in drawn tokens, and how many were truncated."""
     values = {}
-    ended = [len(sample.ids) for sample in samples if not sample.truncated]
-    for kind, lengths in (("_terminated", ended), ("", [len(sample.ids) for sample in samples])):
+    ended = [len(sample.drawn) for sample in samples if not sample.truncated]
+    for kind, lengths in (("_terminated", ended), ("", [len(sample.drawn) for sample in samples])):
         if lengths:
             values |= {
                 f"completions/mean{kind}_length": sum(lengths) / len(lengths),
@@ -368,9 +371,9 @@ def sample_rows(step: int, group: int, samples: Sequence[Sample], text: TokenTex
             {name: None if math.isnan(value) else value for name, value in sample.rewards.items()},
             sample.advantage,
             sample.finish_reason,
-            len(sample.ids),
-            len(clipped) / max(len(sample.ids), 1),
-            text.ends(sample.ids),
+            len(sample.drawn),
+            len(clipped) / max(len(sample.drawn), 1),
+            list(compress(text.ends(sample.ids), sample.tool_mask or repeat(1))),
             [round(value, 4) for value in sample.logps.tolist()],
             *((*seen, clipped) if seen else ()),
         )

@@ -417,7 +417,7 @@ class GRPOTrainer:
             values = self.report(samples, updated | collected)
         if "memory/peak_gib" in values:
             values["memory/peak_gib"] = max(self.ranks.gather(values["memory/peak_gib"], "the peak of the memory"))
-        drawn = sum(len(sample.ids) for sample in samples)
+        drawn = sum(len(sample.drawn) for sample in samples)
         values |= rates(drawn, values["time/rollout"], time.perf_counter() - started)
         self.profiler.step(values, left=self.state.max_steps - self.state.global_step)
         return values

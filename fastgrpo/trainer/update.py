@@ -5,7 +5,7 @@
 Each token has a weight in the loss of the whole update (`Sample.weights`), computed before any sample is dropped. So
 the result depends neither on the split into micro-batches, nor on whether samples without gradient are dropped.
 
-Shapes: T tokens of a completion.
+Shapes: D drawn tokens of a completion.
 """
 
 import dataclasses
@@ -243,7 +243,7 @@ class Selection:
         shares = [a + b for a, b in zip(self._dealt(samples, teaching), self._dealt(samples, others), strict=True)]
         mine, passes = shares[self.ranks.rank], self.dealer.agreed(samples, shares)
         compute = Policy.logps_and_entropy if self.by_entropy else Policy.logps
-        bare = [Sample(samples[i].prompt_ids, samples[i].ids) for i in mine]
+        bare = [Sample(samples[i].prompt_ids, samples[i].ids, tool_mask=samples[i].tool_mask) for i in mine]
         with self.learner.timer.stage("forward"), self.ranks.waiting("the selection of tokens"):
             self.dealer.meet("the passes")
             scored = score(self.policy, bare, self.scoring, passes, compute)
@@ -360,7 +360,7 @@ class GRPOUpdate:
         ends = [0, *torch.tensor([len(group) for group in groups]).cumsum(0).tolist()]
         bounds = [ends[len(groups) * i // self.updates_per_rollout] for i in range(self.updates_per_rollout + 1)]
         minibatches = [range(start, end) for start, end in pairwise(bounds)]
-        step_tokens = sum(len(s.ids) for s in samples if not s.masked) / len(minibatches)
+        step_tokens = sum(len(s.drawn) for s in samples if not s.masked) / len(minibatches)
         for minibatch in minibatches:
             weighted = self.token_weights([samples[i] for i in minibatch], step_tokens)
             for i, weights in zip(minibatch, weighted, strict=True):
@@ -406,7 +406,7 @@ class GRPOUpdate:
 
     def held_out_loss(self, samples: Sequence[Sample]) -> float:
         """Compute the loss of judged samples as one on-policy batch, without an update."""
-        tokens = sum(len(sample.ids) for sample in samples if not sample.masked)
+        tokens = sum(len(sample.drawn) for sample in samples if not sample.masked)
         weighted = zip(samples, self.token_weights(samples, tokens), strict=True)
         samples = [dataclasses.replace(sample, weights=weights, sampler_logps=None) for sample, weights in weighted]
         kept = [i for i, sample in enumerate(samples) if self.teaches(sample)]
@@ -429,9 +429,9 @@ class GRPOUpdate:
         """Compute the objective's weight of each token over one update.
 
         Returns:
-            [T] fp32 for each sample, T the length of its completion.
+            [D] fp32 for each sample.
         """
-        counts = torch.tensor([len(sample.ids) for sample in minibatch])
+        counts = torch.tensor([len(sample.drawn) for sample in minibatch])
         masked = torch.tensor([sample.masked for sample in minibatch])
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
         mask = (~masked).repeat_interleave(counts)
@@ -550,7 +550,7 @@ class GRPOUpdate:
         return dataclasses.replace(sample, ratios=ratios, clipped=clipped)
 
     def ratios(self, sample: Sample, logps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the ratio of each token [T], and whether it is clipped: beyond the bound on its advantage's side.
+        """Compute the ratio of each token [D], and whether it is clipped: beyond the bound on its advantage's side.
 
         Both stay on the policy's device, to avoid a sync.
         """
