@@ -1,10 +1,11 @@
 """The policy's attention during generation.
 
 A context gets the queries, keys and values of each layer from `policy/attention.py`, and writes keys and values into
-slots: `PrefillAttention` for new prompts, `DecodeAttention` for new tokens of the lanes. A *provider* computes the
-attention of the lanes; `RolloutEngine(attention=...)` names one.
+slots: `PrefillAttention` for new prompts, `AppendAttention` for given tokens such as the answers of tools, and
+`DecodeAttention` for one new token per lane. A *provider* computes the attention of a decode step;
+`RolloutEngine(attention=...)` names one.
 
-Shapes: N packed prompt tokens, n lanes in use, Q new tokens of a lane, K key heads, H query heads, d head width.
+Shapes: N packed tokens, n lanes in use, K key heads, H query heads, d head width.
 """
 
 import logging
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from fastgrpo.loss.inputs import to_device
 from fastgrpo.policy.attention import PackedAttention
 from fastgrpo.policy.device import package_obstacle
-from fastgrpo.policy.varlen import FLASH_ATTN
+from fastgrpo.policy.varlen import FLASH_ATTN, Segments, VarlenAttention
 from fastgrpo.rollout.slots import Cache, Slots
 
 logger = logging.getLogger(__name__)
@@ -72,62 +73,85 @@ class PrefillAttention(PackedAttention):
         return super().attend(layer, query, key, value, scaling)
 
 
-class DecodeAttention:
-    """Attention of the new tokens of the first n lanes to their prompts, earlier tokens, and themselves.
+class AppendAttention:
+    """Attention of several new tokens of some lanes to their prompts, earlier tokens, and themselves, causally.
 
-    By default each lane has one new token.
+    Its softmax is merged from two parts, the new tokens and the past ones, like that of `PackedAttention`.
 
     Args:
         slots: The slots.
-        provider: The provider that computes the attention.
-        token_index: [n] int64 index of the first new token in the slot of each lane.
-        owners: [N] int64 lane of each new token, if the numbers of new tokens differ.
-        offsets: [N] int64 index of each new token among the new tokens of its lane.
+        lanes: The lanes that get tokens.
+        prompts: The prompt slot of each lane.
+        past: For each lane, the number of prompt tokens and of completion tokens before the new ones.
+        counts: The number of new tokens of each lane; they add up to N.
     """
 
     longest = 0  # `PrefillAttention` has already rejected sequences that exceed a sliding window
 
     def __init__(
-        self,
-        slots: Slots,
-        provider: "Provider",
-        token_index: torch.Tensor,
-        owners: torch.Tensor | None = None,
-        offsets: torch.Tensor | None = None,
+        self, slots: Slots, lanes: list[int], prompts: list[int], past: list[tuple[int, int]], counts: list[int]
     ) -> None:
-        self.slots, self.provider, self.owners, self.offsets = slots, provider, owners, offsets
-        n, device, bounds = len(token_index), token_index.device, None
-        if owners is None:
-            self.lanes = torch.arange(n, device=device)
-        else:
-            new = torch.arange(int(offsets.max()) + 1, device=device)
-            self.lanes, self.grid = owners, (n, len(new))
-            token_index = (token_index[:, None] + new).squeeze(1)
-        if device.type == "cpu":  # on a GPU this would be a sync
-            bounds = tuple(map(int, token_index.aminmax()))
-        provider.begin(slots, token_index, bounds)
-        if owners is not None:
-            token_index = token_index.view(self.grid)[owners, offsets]
-        self.token_index = token_index
-        # If all lanes have the same index, writing a slice is faster than writing single tokens.
-        self.same = bounds[0] if owners is None and bounds and bounds[0] == bounds[1] else None
+        self.slots, device = slots, slots.prompt_lengths.device
+        flat, total = slots.geometry.flat, sum(counts)
+        first = [prompt * flat + own for prompt, own in past]  # index of the first new token in the lane's slot
+        at = np.concatenate([np.arange(start, start + count) for start, count in zip(first, counts, strict=True)])
+        self.lane, self.at = (to_device(torch.from_numpy(x), device) for x in (np.repeat(lanes, counts), at))
+        # The past tokens of each lane: (whether in a prompt slot, the slot, the number of tokens), in order.
+        own = zip([False] * len(lanes), lanes, first, strict=True)
+        shared = zip([True] * len(lanes), prompts, [prompt for prompt, _ in past], strict=True)
+        parts = [own] if flat else [shared, own]
+        self.past = [part for of_lane in zip(*parts, strict=True) for part in of_lane]
+        lengths = [sum(pair) for pair in past]
+        key_span = slice(total, total + sum(lengths))
+        self.parts = [
+            Segments(counts, counts, device, causal=True, key_span=slice(0, total)),
+            Segments(counts, lengths, device, causal=False, key_span=key_span),
+        ]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         """Store the keys and values [K, N, d] of the new tokens in one layer, and attend with the query [H, N, d]."""
         cache = self.slots.cache(layer, key, value)
+        packed = []
+        for new, own, shared in ((key, cache.keys, cache.prompt_keys), (value, cache.values, cache.prompt_values)):
+            past = [(shared if in_prompt else own)[slot, :, :count] for in_prompt, slot, count in self.past]
+            packed.append(torch.cat([new, *past], 1).transpose(0, 1))
+            self.slots.write(own, self.lane, self.at, new.transpose(0, 1))
+        return VarlenAttention.apply(query.transpose(0, 1), *packed, self.parts, scaling)
+
+
+class DecodeAttention:
+    """Attention of the new token of each of the first n lanes to its prompt, earlier tokens, and itself.
+
+    Args:
+        slots: The slots.
+        provider: The provider that computes the attention.
+        token_index: [n] int64 index of the new token in the slot of each lane.
+    """
+
+    longest = 0  # `PrefillAttention` has already rejected sequences that exceed a sliding window
+
+    def __init__(self, slots: Slots, provider: "Provider", token_index: torch.Tensor) -> None:
+        self.slots, self.provider, self.token_index, bounds = slots, provider, token_index, None
+        self.lanes = torch.arange(len(token_index), device=token_index.device)
+        if token_index.device.type == "cpu":  # on a GPU this would be a sync
+            bounds = tuple(map(int, token_index.aminmax()))
+        provider.begin(slots, token_index, bounds)
+        # If all lanes have the same index, writing a slice is faster than writing single tokens.
+        self.same = bounds[0] if bounds and bounds[0] == bounds[1] else None
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Store the keys and values [K, n, d] of the new tokens in one layer, and attend with the query [H, n, d]."""
+        cache = self.slots.cache(layer, key, value)
         for held, new in ((cache.keys, key), (cache.values, value)):
             if self.same is None:
                 self.slots.write(held, self.lanes, self.token_index, new.transpose(0, 1))
             else:
                 held[: len(self.lanes), :, self.same] = new.transpose(0, 1)
-        query = query.transpose(0, 1)
-        if self.owners is None:
-            return self.provider.attend(query[:, None], cache, scaling)[:, 0]
-        rows = query.new_zeros(*self.grid, *query.shape[1:])
-        rows[self.owners, self.offsets] = query
-        return self.provider.attend(rows, cache, scaling)[self.owners, self.offsets]
+        return self.provider.attend(query.transpose(0, 1), cache, scaling)
 
 
 class Provider(ABC):
@@ -147,21 +171,21 @@ class Provider(ABC):
 
         Args:
             slots: The slots.
-            token_index: [n] int64 index of the newest token in the slot of each lane, or [n, Q] of several new tokens.
+            token_index: [n] int64 index of the newest token in the slot of each lane.
             bounds: The smallest and the largest of these, on the host. None on a GPU, to avoid a sync.
         """
 
     @abstractmethod
     def attend(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
-        """Attend in one layer: from each of Q new tokens of a lane to its prompt and the lane's tokens up to itself.
+        """Attend in one layer: from the new token of each lane to its prompt and the lane's tokens up to itself.
 
         Args:
-            query: [n, Q, H, d].
+            query: [n, H, d].
             cache: The slots of the layer.
             scale: Factor on the scores before the softmax.
 
         Returns:
-            [n, Q, H, d], in the dtype of the query.
+            [n, H, d], in the dtype of the query.
         """
 
 
@@ -198,17 +222,15 @@ class SharedPrefix(Provider):
         self.lengths = (token_index + 1).to(torch.int32)
 
     def attend(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
-        n, prompts, new = len(query), len(self.lanes), (-1, query.shape[1])
-        part = self.part if query.shape[1] == 1 else products  # only `products` supports one length per query
-        on_prompt, prompt_lse = part(
-            query[self.lanes].flatten(1, 2), cache.prompt_keys[:prompts], cache.prompt_values[:prompts],
-            self.prompt_lengths, scale,
-        )  # fmt: skip
-        on_prompt = on_prompt.unflatten(1, new).flatten(0, 1)[self.entry]  # [n, Q, H, d]
-        prompt_lse = prompt_lse.transpose(1, 2).unflatten(1, new).flatten(0, 1)[self.entry]  # [n, Q, H]
-        on_suffix, suffix_lse = part(query, cache.keys[:n], cache.values[:n], self.lengths, scale)
-        share = torch.sigmoid(prompt_lse - suffix_lse.transpose(1, 2))[..., None]  # exp(l_1 - l)
-        return torch.lerp(on_suffix.to(share.dtype), on_prompt.to(share.dtype), share).to(query.dtype)
+        n, prompts = len(query), len(self.lanes)
+        on_prompt, prompt_lse = self.part(
+            query[self.lanes], cache.prompt_keys[:prompts], cache.prompt_values[:prompts], self.prompt_lengths, scale
+        )
+        on_prompt = on_prompt.flatten(0, 1)[self.entry]  # [n, H, d]
+        prompt_lse = prompt_lse.transpose(1, 2).flatten(0, 1)[self.entry]  # [n, H]
+        on_suffix, suffix_lse = self.part(query[:, None], cache.keys[:n], cache.values[:n], self.lengths, scale)
+        share = torch.sigmoid(prompt_lse - suffix_lse[..., 0])[..., None]  # exp(l_1 - l)
+        return torch.lerp(on_suffix[:, 0].to(share.dtype), on_prompt.to(share.dtype), share).to(query.dtype)
 
 
 def products(
@@ -220,7 +242,7 @@ def products(
         query: [S, Q, H, d], the queries of S slots.
         keys: [S, K, L, d].
         values: [S, K, L, d].
-        lengths: [S] int32, the number of keys of each slot, at least 1. Or [S, Q], one number per query.
+        lengths: [S] int32, the number of keys of each slot, at least 1.
         scale: Factor on the scores before the softmax.
 
     Returns:
@@ -236,8 +258,8 @@ def products(
     scores = (grouped * scale) @ keys.transpose(-1, -2)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if padded:
-        beyond = torch.arange(keys.shape[2], device=keys.device) >= lengths.view(slots, 1, -1, 1)
-        scores.view(slots, heads, queries, -1).masked_fill_(beyond, -torch.inf)
+        beyond = torch.arange(keys.shape[2], device=keys.device) >= lengths.view(slots, 1, 1, 1)
+        scores.masked_fill_(beyond, -torch.inf)
     probs = scores.softmax(-1)
     lse = scores.amax(-1) - probs.amax(-1).log_()  # the largest probability is exp(largest score - lse)
     out = (probs.to(values.dtype) @ values).view(slots, heads, queries, -1).transpose(1, 2)
@@ -258,7 +280,7 @@ def flash_attn(
 
 
 class GroupDecode(Provider):
-    """The Triton kernel, which computes `SharedPrefix` in one operation, for one new token per lane.
+    """The Triton kernel, which computes `SharedPrefix` in one operation.
 
     Its first use is checked on a few lanes (fastgrpo/loss/dispatch.py). If the check fails, `SharedPrefix` is used.
     """
@@ -274,8 +296,8 @@ class GroupDecode(Provider):
         self.to_begin = slots, token_index, bounds
 
     def attend(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
-        if query.shape[1] == 1 and self._trusted(query[:, 0], cache, scale):
-            return self._fused(query[:, 0], cache, scale)[:, None]
+        if self._trusted(query, cache, scale):
+            return self._fused(query, cache, scale)
         if self.to_begin is not None:  # once a step
             self.plain.begin(*self.to_begin)
             self.to_begin = None
@@ -335,15 +357,13 @@ class Flat(Provider):
             self.longest = min(max(bounds[1] + 1, LEAST_KEYS), self.longest)
             if bounds[0] + 1 == self.longest:
                 return
-        beyond = torch.arange(self.longest, device=token_index.device) > token_index.view(len(token_index), -1, 1)
+        beyond = torch.arange(self.longest, device=token_index.device) > token_index[:, None, None]
         self.bias = torch.zeros(beyond.shape, device=beyond.device).masked_fill_(beyond, -torch.inf)[:, None]
 
     def attend(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
-        n, new, heads, width = query.shape
+        n, _, width = query.shape
         kv_heads, bias = cache.keys.shape[1], self.bias
-        grouped = query.transpose(1, 2).reshape(n, kv_heads, -1, width)  # the queries of all heads that share keys
-        if new > 1:
-            bias = bias.repeat(1, 1, heads // kv_heads, 1)
+        grouped = query.view(n, kv_heads, -1, width)  # the queries of all heads that share keys
         keys, values = cache.keys[:n, :, : self.longest], cache.values[:n, :, : self.longest]
         if not self.on_cpu or n * kv_heads < MANY:
             bias = None if bias is None else bias.to(query.dtype)
@@ -354,7 +374,7 @@ class Flat(Provider):
                 scores = scores + bias  # the bias is fp32, and so is the softmax of a 16-bit model
             probs = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
             out = probs @ values
-        return out.reshape(n, heads, new, -1).transpose(1, 2)
+        return out.flatten(1, 2)
 
 
 def choose_provider(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, copied: int) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from fastgrpo.data.records import Sample
+from fastgrpo.data.records import Dialogue, Sample
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.sampling import SamplingParams, integer, integers
 
@@ -25,12 +25,14 @@ class Request:
         prompt_ids: Token ids of the prompt.
         limits: Maximum number of tokens of each completion.
         sampling: Sampling parameters.
+        dialogues: The turns of each completion, or None without tools.
     """
 
     request_id: int
     prompt_ids: list[int]
     limits: list[int]
     sampling: SamplingParams
+    dialogues: Sequence[Dialogue] | None = None
 
 
 class RolloutBackend(ABC):
@@ -77,6 +79,7 @@ class RolloutBackend(ABC):
         sampling: SamplingParams | None = None,
         request_id: int | None = None,
         max_tokens: Sequence[int] | None = None,
+        dialogues: Sequence[Dialogue] | None = None,
     ) -> int:
         """Queue n completions of a prompt.
 
@@ -86,7 +89,8 @@ class RolloutBackend(ABC):
             sampling: Sampling parameters. All requests in flight must have the same, except seed and max_tokens.
             request_id: Number of the request, from 0 to 2^63 - 1. Seed and number together determine the random numbers
                 of its draws. None means the next number.
-            max_tokens: n limits, one per completion. None means the limit of `sampling` for all.
+            max_tokens: n limits, one per completion, over all its turns. None means the limit of `sampling` for all.
+            dialogues: n objects that answer the turns of the completions. None means that the first turn is the last.
 
         Returns:
             The request_id.
@@ -101,7 +105,7 @@ class RolloutBackend(ABC):
         n = integer(n, "num_generations")
         limits = [sampling.max_tokens] * n if max_tokens is None else integers(max_tokens, "max_tokens")
         ids = integers(prompt_ids, f"the token ids of prompt {request_id}")
-        request = Request(request_id, ids, limits, sampling)
+        request = Request(request_id, ids, limits, sampling, dialogues)
         self._check(request, n)
         if not self.unfinished:
             self.live_lanes = []

@@ -6,23 +6,35 @@ is computed once for its group. When a completion finishes, a waiting group take
 last lanes move into the gaps. On a GPU a step is one CUDA graph, and the host polls for finished lanes every POLL_STEPS
 steps.
 
+A completion with tools is in one of three states: its lane draws; its lane waits for the answer of a tool, while the
+others draw; or it has ended. The lanes that draw come first, so a decode step skips the others. When an answer has
+arrived, its tokens are appended to the keys and values of the lane in one pass. Completions do not wait for each other.
+
 Shapes: B prompts, G completions each, R lanes of which n are in use, S lanes of a call, C maximum tokens of a
 completion, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from fastgrpo.data.records import Sample
+from fastgrpo.data.records import Dialogue, Sample, StopReason, Turn
 from fastgrpo.loss.inputs import to_device
 from fastgrpo.loss.objective import Interval
 from fastgrpo.policy.model import Policy, head_dim
-from fastgrpo.rollout.attention import DecodeAttention, PrefillAttention, choose_provider, make_provider
+from fastgrpo.rollout.attention import (
+    AppendAttention,
+    DecodeAttention,
+    PrefillAttention,
+    choose_provider,
+    make_provider,
+)
 from fastgrpo.rollout.backend import Request, RolloutBackend
 from fastgrpo.rollout.graph import Graphs, recordable
 from fastgrpo.rollout.sampling import sample, sample_penalized, uniforms
@@ -33,6 +45,9 @@ COMPACT_BELOW = 0.9  # gaps are closed if a smaller share of the lanes is in use
 ADMIT_FROM = 0.25  # waiting groups start when this share of the lanes is free: a prefill costs several decode steps
 PREFILL_TOKENS = 16384  # prompt tokens of one prefill pass
 POLL_STEPS = 8  # decode steps between two reads of the GPU's finished flags; on a CPU they are read every step
+# Seconds that a step waits for the answers of quick tools. Answers that arrive in time are always appended in the step
+# after their call, so runs with quick deterministic tools are equal bit for bit.
+PATIENCE = 0.2
 
 
 @dataclass(eq=False)
@@ -47,15 +62,40 @@ class Group:
 
 @dataclass(eq=False, slots=True)
 class Running:
-    """A completion in flight. It reaches its limit after decode step `end`."""
+    """A completion in flight.
+
+    Attributes:
+        group: Its group.
+        number: Its number in the group.
+        end: The decode step after which it reaches its limit, if it draws on.
+        turn: The number of its tokens before the current turn.
+        given: The spans of the tokens that were appended to it.
+        answer: The answer that it waits for, or None if it draws.
+        patient: Whether a step may wait for the answer, which it does once.
+    """
 
     group: Group
     number: int
     end: int
+    turn: int = 0
+    given: list[slice] = field(default_factory=list)
+    answer: Future[Turn] | None = None
+    patient: bool = True
 
-    def drawn(self, steps: int) -> int:
-        """Return the number of its tokens."""
-        return self.group.request.limits[self.number] - (self.end - steps)
+    @property
+    def limit(self) -> int:
+        """Its maximum number of tokens."""
+        return self.group.request.limits[self.number]
+
+    @property
+    def dialogue(self) -> Dialogue | None:
+        """The turns of a completion with tools."""
+        dialogues = self.group.request.dialogues
+        return dialogues and dialogues[self.number]
+
+    def length(self, steps: int) -> int:
+        """Return the number of its tokens. While it waits, `turn` counts the answered turn too."""
+        return self.limit - (self.end - steps) if self.answer is None else self.turn
 
 
 class Lanes:
@@ -134,13 +174,16 @@ class Lanes:
         self.token[lanes] = torch.where(live, drawn, self.token[lanes])
         self.finished[lanes] |= (drawn[:, None] == stop_ids).any(-1) | (length >= self.limit[lanes])
 
-    def append(
-        self, lanes: torch.Tensor, counts: torch.Tensor, owners: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor
-    ) -> None:
-        """Append given tokens, with log-prob 0, to unfinished lanes [S]. Their limits must leave room for one more.
+    def append(self, lanes: torch.Tensor, counts: torch.Tensor, ids: torch.Tensor) -> None:
+        """Append given tokens, with log-prob 0, to finished lanes [S], which then draw on.
 
-        Lane i gets counts[i] of the ids [N]. `owners` [N] are their lanes, `offsets` [N] their indices in these tokens.
+        Lane i gets counts[i] of the ids [N]. The limits must leave room for one more token.
         """
+        ends = counts.cumsum(0)
+        owners = lanes.repeat_interleave(counts, output_size=len(ids))
+        offsets = self.index.new_tensor(range(len(ids))) - (ends - counts).repeat_interleave(
+            counts, output_size=len(ids)
+        )
         at = self.length[owners] + offsets
         self.tokens[owners, at] = ids
         self.logps[owners, at] = 0
@@ -150,10 +193,11 @@ class Lanes:
             self.seen[owners, ids] = True
         self.length[lanes] += counts
         self.position[lanes] += counts
-        self.token[lanes] = ids[counts.cumsum(0) - 1]
+        self.token[lanes] = ids[ends - 1]
+        self.finished[lanes] = False
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Move the completions of the lanes `sources` [S] to the lanes `targets` [S], which are disjoint from them."""
+        """Move the completions of the lanes `sources` [S] to the lanes `targets` [S]."""
         for name in ("token", "position", "length", "limit", "finished", "uniforms", "tokens", "logps", "kept", "seen"):
             tensor = getattr(self, name)
             if tensor is not None:
@@ -218,6 +262,7 @@ class RolloutEngine(RolloutBackend):
         self.graphs = Graphs(self.policy.device, recordable(self.policy, enforce_eager))
         self.budget, self.left = None, math.inf  # bytes for keys and values; free bytes, of which they are a share
         self.phases = {}  # the geometry of each phase, see `settled`
+        self.arranged = 0  # number of lanes that the slots know
         self.running = []  # the Running of each lane up to the last one in use; None for a free lane
         self.geometry = self.slots = self.lanes = self.provider = None
         self.stops = {}  # stop ids on the device; graphs read them
@@ -242,7 +287,11 @@ class RolloutEngine(RolloutBackend):
         index, done = self._tensor(lanes), self.running[lanes[0]].group.done
         taken = self.lanes.take(index)  # counts the tokens, and checks that their log-probs are finite
         self.lanes.finished[index] = True
+        for lane in lanes:
+            if self.running[lane].dialogue:
+                self.running[lane].dialogue.close(StopReason.ABORTED)
         self._leave(lanes)
+        self._compact()
         return sum(len(rollout.ids) for rollout in done.values()) + sum(len(ids) for ids, *_ in taken)
 
     def abort_request(self, request_id: int) -> int:
@@ -254,7 +303,7 @@ class RolloutEngine(RolloutBackend):
     def work_left(self) -> int:
         """Return the maximum number of tokens left: prompts of waiting requests, and tokens still to draw."""
         waiting = sum(len(request.prompt_ids) + sum(request.limits) for request in self.waiting)
-        return waiting + sum(running.end - self.steps for running in self.running if running)
+        return waiting + sum(running.limit - running.length(self.steps) for running in self.running if running)
 
     def _release(self):
         """Release the gathered weights once nothing is in flight."""
@@ -263,7 +312,7 @@ class RolloutEngine(RolloutBackend):
 
     @torch.no_grad()
     def step(self) -> dict[int, list[Sample]]:
-        """Admit waiting groups, decode until the next poll, and collect finished groups.
+        """Append the answers of tools, admit waiting groups, decode until the next poll, and collect finished groups.
 
         Returns:
             The completions of the groups that finished, by request_id.
@@ -277,16 +326,56 @@ class RolloutEngine(RolloutBackend):
             self._begin()
         else:
             self.weights.check()
+        outputs = self._resume()
         self._admit()
-        remaining = max(running.end for running in self.running if running) - self.steps
-        for _ in range(min(remaining, POLL_STEPS if self.on_gpu else 1)):
-            self._decode()
-        outputs = self._collect()
+        if self.running and not self._live():  # every completion waits for a tool
+            wait(self._awaited().values(), return_when=FIRST_COMPLETED)
+            outputs |= self._resume()
+        live = self._live()
+        if live:
+            if live[-1] + 1 != self.arranged:
+                self._arrange()
+            remaining = max(self.running[lane].end for lane in live) - self.steps
+            for _ in range(min(remaining, POLL_STEPS if self.on_gpu else 1)):
+                self._decode(live[-1] + 1)
+            outputs |= self._finish(self._poll(live))
+            self._compact()
         self._release()
         return outputs
 
     def _live(self):
-        return len(self.running) - self.running.count(None)
+        """Return the lanes that draw."""
+        return [lane for lane, running in enumerate(self.running) if running and running.answer is None]
+
+    def _awaited(self):
+        """Return the answers for which lanes wait, by lane."""
+        return {lane: running.answer for lane, running in enumerate(self.running) if running and running.answer}
+
+    def _resume(self):
+        """Append the answers that have arrived, and finish completions that end without one. Return finished groups."""
+        awaited = self._awaited()
+        if not awaited:
+            return {}
+        quick = [lane for lane in awaited if self.running[lane].patient and self.running[lane].dialogue.quick]
+        if quick:
+            wait([awaited[lane] for lane in quick], PATIENCE)
+        for lane in quick:
+            self.running[lane].patient = False
+        ended, given, room = {}, {}, self.max_num_seqs - len(self._live())
+        for lane, answer in awaited.items():
+            if not answer.done():
+                continue
+            turn = answer.result()
+            if turn.reason is not None:
+                ended[lane] = turn.reason
+            elif len(given) < room:
+                given[lane] = turn.ids
+        outputs = self._finish(ended)
+        if given:
+            self._append(given)
+            self._compact()
+            self._arrange()
+        return outputs
 
     def _begin(self):
         """Prepare for the waiting requests. No request is in flight."""
@@ -311,8 +400,8 @@ class RolloutEngine(RolloutBackend):
             return
         taken = {running.group.slot for running in self.running if running}
         slots = [i for i in range(self.geometry.prompts) if i not in taken]
-        groups, tokens = [], 0
-        while self.waiting and slots and len(free) >= len(self.waiting[0].limits):
+        groups, tokens, room = [], 0, self.max_num_seqs - len(self._live())
+        while self.waiting and slots and min(len(free), room) >= len(self.waiting[0].limits):
             request = self.waiting[0]
             if not self.geometry.holds(len(request.prompt_ids), request.limits):
                 break  # it waits until no lane is in use and the slots can be reallocated
@@ -321,7 +410,7 @@ class RolloutEngine(RolloutBackend):
                 groups, tokens = [], 0
             count = len(request.limits)
             groups.append(Group(self.waiting.popleft(), slots.pop(0), free[:count]))
-            free, tokens = free[count:], tokens + len(request.prompt_ids)
+            free, tokens, room = free[count:], tokens + len(request.prompt_ids), room - count
         if groups:
             self._start(groups)
 
@@ -339,7 +428,10 @@ class RolloutEngine(RolloutBackend):
             self.budget = int(self.memory_utilization * self.left)
         # A penalty needs one byte per lane and token of the vocabulary.
         budget = self.budget - (self.max_num_seqs * len(policy.head.weight) if sampling.penalizes else 0)
-        limits = self.max_num_seqs, kv_token_bytes(shape, policy.dtype), budget, provider.flat, self.left
+        # Completions that wait for tools keep their slots while others draw, so there may be more slots than draws.
+        waits = any(request.dialogues for request in self.waiting)
+        most = sum(len(limits) for _, limits in requests) if waits else self.max_num_seqs
+        limits = most, kv_token_bytes(shape, policy.dtype), budget, provider.flat, self.left
         try:
             new = fit(requests, *limits)
         except ValueError:  # longest prompt and largest group may belong to different requests: fit the first only
@@ -394,13 +486,18 @@ class RolloutEngine(RolloutBackend):
         return to_device(torch.tensor(numbers, dtype=torch.int64), self.policy.device)
 
     def _arrange(self):
-        groups = [running.group if running else None for running in self.running]
+        """Tell the slots which lanes draw for each prompt."""
+        live = self._live()
+        self.arranged = live[-1] + 1
+        groups = [None] * self.arranged
+        for lane in live:
+            groups[lane] = self.running[lane].group
         largest = max((len(group.lanes) for group in groups if group), default=0)
         self.slots.arrange([group.slot if group else -1 for group in groups], largest)
 
-    def _decode(self):
-        """Draw one more token on every lane."""
-        n, most = len(self.running), self.geometry.lanes
+    def _decode(self, n):
+        """Draw one more token on the first n lanes."""
+        most = self.geometry.lanes
         if self.on_gpu:  # few sizes, because each needs its own graph and compiled kernels
             n = bucket(n, most)
         key = n, self.slots.members.shape, self.sampling.stop_token_ids, *self.sampling.distribution.values()
@@ -416,29 +513,25 @@ class RolloutEngine(RolloutBackend):
         self._draw(slice(n), self.weights.logits(lanes.token[:n], lanes.position[:n], context))
 
     @torch.inference_mode()
-    def append(self, given: Mapping[int, Sequence[int]]) -> None:
-        """Append given tokens, such as a tool's answer, to unfinished lanes in one forward pass.
+    def _append(self, given):
+        """Append the tokens of answers, by lane, to waiting lanes in one forward pass. The lanes then draw on.
 
-        `given` has token ids by lane. Their log-probs are 0. They count toward the limit of their completion, which
-        must leave room for one more token: the next decode step draws it.
+        The inputs are the newest token of each lane and all given ones except the last, which is the next input.
         """
-        self.weights.check()
-        lanes, index = self.lanes, self._tensor(list(given))
-        counts = self._tensor([len(tokens) for tokens in given.values()])
-        ids = self._tensor([token for tokens in given.values() for token in tokens])
-        # The inputs are the newest token of each lane and all given ones except the last, which is the next input.
-        owners = index.repeat_interleave(counts)
-        ends = counts.cumsum(0)
-        offsets = torch.arange(len(ids), device=ids.device) - (ends - counts).repeat_interleave(counts)
+        lanes, counts, running = list(given), list(map(len, given.values())), [self.running[lane] for lane in given]
+        past = [(len(each.group.request.prompt_ids), each.turn - 1) for each in running]
+        context = AppendAttention(self.slots, lanes, [each.group.slot for each in running], past, counts)
+        index, ids = self._tensor(lanes), self._tensor([token for tokens in given.values() for token in tokens])
         inputs = ids.roll(1)
-        inputs[ends - counts] = lanes.token[index]
-        newest = (lanes.position if self.geometry.flat else lanes.length - 1)[: len(self.running)]
-        context = DecodeAttention(self.slots, self.provider, newest, owners, offsets)
+        inputs[self._tensor([0, *accumulate(counts[:-1])])] = self.lanes.token[index]
+        positions = self._tensor([p + own + i for (p, own), n in zip(past, counts, strict=True) for i in range(n)])
         with self.weights.packed.in_use():
-            self.policy.states(inputs, lanes.position[owners] + offsets, context)
-        lanes.append(index, counts, owners, offsets, ids)
-        for lane, tokens in given.items():
-            self.running[lane].end -= len(tokens)
+            self.policy.states(inputs, positions, context)
+        self.lanes.append(index, self._tensor(counts), ids)
+        for each, count in zip(running, counts, strict=True):
+            each.given.append(slice(each.turn, each.turn + count))
+            each.turn, each.answer, each.patient = each.turn + count, None, True
+            each.end = self.steps + each.limit - each.turn
 
     def _draw(self, lanes, logits):
         """Draw a token for each of these lanes, a slice or [S], from logits [S, V]."""
@@ -449,47 +542,84 @@ class RolloutEngine(RolloutBackend):
             drawn = sample(logits, numbers, **how)
         self.lanes.record(lanes, *drawn, self.stop_ids)
 
-    def _collect(self):
-        """Read the finished flags, copy finished completions to the host, and free their lanes."""
-        self.live_lanes.append(self._live())
-        finished = self.lanes.finished[: len(self.running)].tolist()
-        lanes = [lane for lane, running in enumerate(self.running) if running and finished[lane]]
+    def _poll(self, live):
+        """Read the finished flags. Pass turns to their dialogues, and return the lanes that ended, with None."""
+        self.live_lanes.append(len(live))
+        finished = self.lanes.finished[: live[-1] + 1].tolist()
+        ended = {lane: None for lane in live if finished[lane]}
+        turns = [lane for lane in ended if self.running[lane].dialogue]
+        if not turns:
+            return ended
+        for lane, (ids, *_) in zip(turns, self.lanes.take(self._tensor(turns)), strict=True):
+            running = self.running[lane]
+            if ids[-1] in running.group.request.sampling.stop_token_ids:
+                running.answer = running.dialogue.answer(ids[running.turn :], running.limit - len(ids) - 1)
+                running.turn = len(ids)
+                del ended[lane]
+        return ended
+
+    def _finish(self, ended):
+        """Copy finished completions to the host, and free their lanes. Return the groups that finished."""
+        lanes, outputs = list(ended), {}
         if not lanes:
             return {}
-        outputs = {}
-        taken = self.lanes.take(self._tensor(lanes))
-        for lane, (ids, logps, kept) in zip(lanes, taken, strict=True):
-            group, number = self.running[lane].group, self.running[lane].number
-            sampling = group.request.sampling
-            reason = "stop" if ids[-1] in sampling.stop_token_ids else "length"
-            drawn_from = logps - kept.log() if sampling.filters else logps  # log q = log p - log kept
-            group.done[number] = Sample(
-                group.request.prompt_ids, ids, logps=logps, sampler_logps=drawn_from, finish_reason=reason
+        for lane, (ids, logps, kept) in zip(lanes, self.lanes.take(self._tensor(lanes)), strict=True):
+            running = self.running[lane]
+            group, request, mask = running.group, running.group.request, None
+            reason = ended[lane] or (
+                StopReason.STOP if ids[-1] in request.sampling.stop_token_ids else StopReason.LENGTH
             )
+            if running.dialogue:
+                running.dialogue.close(reason)
+            drawn_from = logps - kept.log() if request.sampling.filters else logps  # log q = log p - log kept
+            if running.given:
+                mask = torch.ones(len(ids), dtype=torch.bool)
+                for span in running.given:
+                    mask[span] = False
+                logps, drawn_from, mask = logps[mask], drawn_from[mask], mask.int().tolist()
+            group.done[running.number] = Sample(
+                request.prompt_ids, ids, logps=logps, sampler_logps=drawn_from, finish_reason=reason, tool_mask=mask,
+                dialogue=running.dialogue,
+            )  # fmt: skip
             if len(group.done) == len(group.lanes):
-                request_id = group.request.request_id
-                del self.unfinished[request_id]
-                outputs[request_id] = [group.done[i] for i in range(len(group.lanes))]
+                del self.unfinished[request.request_id]
+                outputs[request.request_id] = [group.done[i] for i in range(len(group.lanes))]
         self._leave(lanes)
         return outputs
 
     def _leave(self, lanes):
-        """Free these lanes. If no group waits and many lanes are free, move the last lanes into the gaps."""
+        """Free these lanes."""
         for lane in lanes:
             self.running[lane] = None
-        live, before = self._live(), len(self.running)
         while self.running and not self.running[-1]:
             self.running.pop()
-        if not self.waiting and live < COMPACT_BELOW * len(self.running):
-            sources = [i for i, running in enumerate(self.running) if running and i >= live]
-            targets = [i for i, running in enumerate(self.running[:live]) if not running]
-            moved, flat = [self.running[i] for i in sources], self.geometry.flat
-            tokens = max(running.drawn(self.steps) + flat * len(running.group.request.prompt_ids) for running in moved)
-            index = self._tensor([sources, targets])
-            self.slots.move(*index, tokens)
-            self.lanes.move(*index)
-            for source, target in zip(sources, targets, strict=True):
-                self.running[target] = self.running[source]
-            del self.running[live:]
-        if len(self.running) < before:
-            self._arrange()
+
+    def _compact(self):
+        """Move the lanes that draw to the front, if a decode step computes many that do not.
+
+        Free lanes do not count while groups wait for them.
+        """
+        live = self._live()
+        if not live or len(live) >= COMPACT_BELOW * (live[-1] + 1):
+            return
+        awaited = self._awaited()
+        if self.waiting and not awaited:
+            return
+        count, drawing = len(live), {*live}
+        sources = [lane for lane in live if lane >= count]
+        targets = [lane for lane in range(count) if lane not in drawing]
+        # Lanes that wait in the first places move to the places that become free.
+        behind = [(target, source) for source, target in zip(sources, targets, strict=True) if target in awaited]
+        moves = [*zip(sources, targets, strict=True), *behind]
+        moved, flat = [self.running[source] for source, _ in moves], self.geometry.flat
+        tokens = max(each.length(self.steps) + flat * len(each.group.request.prompt_ids) for each in moved)
+        index = self._tensor(moves).T
+        self.slots.move(*index, tokens)
+        self.lanes.move(*index)
+        for source, _ in moves:
+            self.running[source] = None
+        for (_, target), running in zip(moves, moved, strict=True):
+            self.running[target] = running
+        while not self.running[-1]:
+            self.running.pop()
+        self._arrange()

@@ -1,13 +1,17 @@
 """The slow backend: transformers' `generate`, for models that the engine does not support, and for comparisons."""
 
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
-from fastgrpo.data.records import Sample
-from fastgrpo.rollout.backend import RolloutBackend
+from fastgrpo.data.records import Sample, StopReason, Turn
+from fastgrpo.rollout.backend import Request, RolloutBackend
 from fastgrpo.rollout.sampling import OFF, SamplingParams, filter_logps
+
+TURN_STRIDE = 0x9E3779B97F4A7C15  # between the seeds of two turns: 2**64 times the golden ratio
 
 
 @contextmanager
@@ -55,11 +59,60 @@ class DrawRecorder(LogitsProcessor):
             self.kept.append((logps - drawn).exp() * filter_logps(self.drawn_from, **filters).exp().sum(-1))
 
 
+@dataclass(eq=False)
+class Lane:
+    """A completion in progress: its tokens, and those of them that were drawn, with log-probs."""
+
+    request: Request
+    number: int
+    ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    logps: list[torch.Tensor] = field(default_factory=list)
+    sampler_logps: list[torch.Tensor] = field(default_factory=list)
+    answer: Future[Turn] | None = None
+    sample: Sample | None = None  # set when it has ended
+
+    @property
+    def left(self) -> int:
+        """How many more tokens it may have."""
+        return self.request.limits[self.number] - len(self.ids)
+
+    def draw(self, ids: list[int], logps: torch.Tensor, kept: torch.Tensor | None) -> None:
+        """Add the tokens of `generate` up to the first stop token. Pass the turn to the dialogue, or end."""
+        stops = [t for t, token in enumerate(ids[: self.left]) if token in self.request.sampling.stop_token_ids]
+        n = stops[0] + 1 if stops else min(self.left, len(ids))
+        self.ids, self.mask = self.ids + ids[:n], self.mask + [1] * n
+        self.logps.append(logps[:n])
+        self.sampler_logps.append(logps[:n] if kept is None else logps[:n] - kept[:n].log())  # log p - log kept
+        if stops and self.request.dialogues:
+            self.answer = self.request.dialogues[self.number].answer(ids[:n], self.left - 1)
+        else:
+            self.end(StopReason.STOP if stops else StopReason.LENGTH)
+
+    def resume(self) -> None:
+        """Wait for the answer, and append it or end."""
+        turn, self.answer = self.answer.result(), None
+        if turn.reason is not None:
+            self.end(turn.reason)
+        self.ids, self.mask = self.ids + turn.ids, self.mask + [0] * len(turn.ids)
+
+    def end(self, reason: StopReason) -> None:
+        """Make the sample."""
+        dialogue = self.request.dialogues and self.request.dialogues[self.number]
+        if dialogue:
+            dialogue.close(reason)
+        self.sample = Sample(
+            self.request.prompt_ids, self.ids, logps=torch.cat(self.logps), sampler_logps=torch.cat(self.sampler_logps),
+            finish_reason=reason, tool_mask=None if all(self.mask) else self.mask, dialogue=dialogue,
+        )  # fmt: skip
+
+
 class HFBackend(RolloutBackend):
     """Draws waiting groups with transformers' `generate`, as many at once as max_num_seqs allows.
 
     The seed of the first request seeds the whole batch. Unlike in the engine, the draws of a group therefore depend on
-    the other groups of the batch.
+    the other groups of the batch. Completions with tools draw one turn at a time, and `generate` computes their earlier
+    turns again. A turn begins when the tools of all have answered.
     """
 
     def _stop(self, request):
@@ -75,37 +128,50 @@ class HFBackend(RolloutBackend):
             if (len(requests) + 1) * count > self.max_num_seqs:
                 break
             requests.append(self.waiting.popleft())
+        lanes = [Lane(request, number) for request in requests for number in range(count)]
+        drawing, turn = lanes, 0
         try:
             with self.policy.gather():
-                outputs = self._generate(requests, count)
+                while drawing:
+                    self._generate(drawing, turn)
+                    drawing, turn = [lane for lane in drawing if lane.sample is None], turn + 1
+                    for lane in drawing:
+                        lane.resume()
+                    drawing = [lane for lane in drawing if lane.sample is None]
         except BaseException:
+            for lane in lanes:
+                if lane.request.dialogues and lane.sample is None:
+                    lane.request.dialogues[lane.number].close(StopReason.ABORTED)
             self.waiting.extendleft(reversed(requests))
             raise
         for request in requests:
             del self.unfinished[request.request_id]
-        return outputs
+        samples = [lane.sample for lane in lanes]
+        return {request.request_id: samples[i * count : (i + 1) * count] for i, request in enumerate(requests)}
 
-    def _generate(self, requests, count):
-        sampling, device = requests[0].sampling, self.policy.device
-        longest = max(len(request.prompt_ids) for request in requests)
-        ids = torch.zeros(len(requests), longest, dtype=torch.int64)
+    def _generate(self, lanes, turn):
+        """Draw one turn of each lane."""
+        sampling, device = lanes[0].request.sampling, self.policy.device
+        before = [lane.request.prompt_ids + lane.ids for lane in lanes]
+        longest = max(map(len, before))
+        ids = torch.zeros(len(lanes), longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)
-        for i, request in enumerate(requests):  # padded on the left, so that completions begin at one position
-            ids[i] = request.prompt_ids[0]  # padding with a prompt token leaves the repetition penalty unchanged
-            ids[i, longest - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
-            mask[i, longest - len(request.prompt_ids) :] = 1
+        for i, known in enumerate(before):  # padded on the left, so that turns begin at one position
+            ids[i] = known[0]  # padding with a prompt token leaves the repetition penalty unchanged
+            ids[i, longest - len(known) :] = torch.tensor(known)
+            mask[i, longest - len(known) :] = 1
         recorder = DrawRecorder(sampling)
         settings = {"do_sample": False}
         if sampling.temperature > 0:
             settings = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
             settings |= {"do_sample": True, "min_p": sampling.min_p or None}
         with torch.random.fork_rng([device] if device.type == "cuda" else []), _plain(self.policy.module):
-            torch.manual_seed(sampling.seed % 2**64)
+            torch.manual_seed((sampling.seed + turn * TURN_STRIDE) % 2**64)
             sequences = self.policy.module.generate(
-                ids.to(device).repeat_interleave(count, 0),
-                attention_mask=mask.to(device).repeat_interleave(count, 0),
+                ids.to(device),
+                attention_mask=mask.to(device),
                 generation_config=GenerationConfig(
-                    max_new_tokens=max(max(request.limits) for request in requests),
+                    max_new_tokens=max(lane.left for lane in lanes),
                     eos_token_id=list(sampling.stop_token_ids) or None,
                     pad_token_id=0,
                     **settings,
@@ -113,21 +179,7 @@ class HFBackend(RolloutBackend):
                 logits_processor=LogitsProcessorList([recorder]),
             )
         recorder.close(sequences)
-        drawn = sequences[:, longest:].tolist()
         logps = torch.stack(recorder.logps, 1).cpu()
-        kept = torch.stack(recorder.kept, 1).cpu() if recorder.kept else None
-        limits = [(request.prompt_ids, limit) for request in requests for limit in request.limits]
-        rollouts = [
-            self._rollout(prompt_ids, i, drawn[i], limit, sampling, logps, kept)
-            for i, (prompt_ids, limit) in enumerate(limits)
-        ]
-        return {request.request_id: rollouts[i * count : (i + 1) * count] for i, request in enumerate(requests)}
-
-    @staticmethod
-    def _rollout(prompt_ids, i, ids, limit, sampling, logps, kept):
-        stops = [t for t, token in enumerate(ids[:limit]) if token in sampling.stop_token_ids]
-        n = stops[0] + 1 if stops else min(limit, len(ids))
-        own = logps[i, :n].clone()
-        drawn_from = own if kept is None else own - kept[i, :n].log()  # log q = log p - log kept
-        reason = "stop" if stops else "length"
-        return Sample(prompt_ids, ids[:n], logps=own, sampler_logps=drawn_from, finish_reason=reason)
+        kept = torch.stack(recorder.kept, 1).cpu() if recorder.kept else [None] * len(lanes)
+        for i, lane in enumerate(lanes):
+            lane.draw(sequences[i, longest:].tolist(), logps[i].clone(), kept[i])

@@ -275,7 +275,7 @@ class Slots:
 
     @torch.inference_mode()
     def move(self, sources: torch.Tensor, targets: torch.Tensor, tokens: int) -> None:
-        """Copy the first tokens of some lanes to the slots of other lanes, which are disjoint from the sources."""
+        """Copy the first tokens of some lanes to the slots of other lanes."""
         lanes = self.memory_order.index(0)
         for cache in self.caches.values():
             for tensor in (cache.keys, cache.values):

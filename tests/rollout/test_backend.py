@@ -183,7 +183,7 @@ def test_the_next_group_reuses_finished_lanes(monkeypatch):
     assert tokens[1] > 4 * tokens[-1]
     engine, live = RolloutEngine(model, max_num_seqs=40), []
     start = engine._start
-    monkeypatch.setattr(engine, "_start", lambda groups: live.append(engine._live()) or start(groups))
+    monkeypatch.setattr(engine, "_start", lambda groups: live.append(len(engine._live())) or start(groups))
     assert ids_of(engine.generate(PROMPTS * 2, 16, sampling)) == ids_of(expected)
     assert any(0 < lanes < 40 for lanes in live)  # started beside others that went on
 

@@ -11,11 +11,7 @@ from drawing import PROMPTS, finish, ids_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fastgrpo.data.records import Sample
-from fastgrpo.policy.model import Policy
-from fastgrpo.policy.ref_model import Scoring, score
 from fastgrpo.rollout import engine as engine_module
-from fastgrpo.rollout.attention import GroupDecode
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams, filter_logps, penalize
 
@@ -169,38 +165,3 @@ def test_auto_changes_the_layout_from_rollout_to_rollout(monkeypatch):
         assert ids_of(engine.generate(PROMPTS, group, sampling)) == ids_of(fresh)
         layouts.append(engine.geometry.flat)
     assert layouts == [False, True, True, False]
-
-
-class Untrusted(GroupDecode):
-    """The kernel's provider where its self-check fails: the plain parts take over."""
-
-    def _trusted(self, query, cache, scale):
-        return False
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "products", "triton"])
-@pytest.mark.parametrize("how", [{}, {"top_k": 9, "repetition_penalty": 1.3}], ids=str)
-def test_tokens_appended_at_once_equal_tokens_appended_one_at_a_time(monkeypatch, attention, how):
-    model, sampling = model_of("qwen3"), SamplingParams(max_tokens=20, seed=6, **how)
-    answers = {1: [5, 9, 9, 4, 31], 4: [8], 2: [17, 2]}  # by lane
-    if attention == "triton":
-        monkeypatch.setattr(engine_module, "make_provider", lambda *_: Untrusted())
-    rollouts = []
-    for at_once in (True, False):
-        engine = RolloutEngine(model, attention="auto" if attention == "triton" else attention)
-        for i, prompt in enumerate(PROMPTS[:3]):
-            engine.add_request(prompt, 2, sampling, request_id=i)
-        for _ in range(3):
-            engine.step()
-        for given_tokens in [answers] if at_once else [{lane: [t]} for lane, ids in answers.items() for t in ids]:
-            engine.append(given_tokens)
-        rollouts.append([rollout for _, group in sorted(finish(engine).items()) for rollout in group])
-    for lane, (together, single) in enumerate(zip(*rollouts, strict=True)):
-        answer = answers.get(lane, [])
-        assert together.ids == single.ids and len(together.ids) == 20 and together.ids[4 : 4 + len(answer)] == answer
-        torch.testing.assert_close(together.logps, single.logps, atol=1e-5, rtol=0)
-        own = [t for t in range(20) if not 4 <= t < 4 + len(answer)]
-        samples = [Sample(PROMPTS[lane // 2], together.ids, 1.0)]
-        (forced,) = score(Policy.of(model), samples, Scoring(1.0, 100))
-        torch.testing.assert_close(together.logps[own], forced[own], atol=1e-5, rtol=0)
-        assert not together.logps[4 : 4 + len(answer)].any()

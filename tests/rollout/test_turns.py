@@ -1,0 +1,163 @@
+"""Completions with several turns: answers that arrive at any time change neither tokens nor log-probs."""
+
+from concurrent.futures import Future
+from functools import cache
+
+import pytest
+import tiny
+import torch
+from drawing import PROMPTS, finish
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from fastgrpo.data.records import StopReason, Turn
+from fastgrpo.policy.model import Policy
+from fastgrpo.policy.ref_model import Scoring, score
+from fastgrpo.rollout import engine as engine_module
+from fastgrpo.rollout.attention import GroupDecode
+from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.hf import HFBackend
+from fastgrpo.rollout.sampling import SamplingParams
+
+LIMIT, STOPS = 40, tuple(range(0, 64, 5))
+model_of = cache(tiny.model)
+
+
+class Scripted:
+    """Answers turn i with the tokens answers[i], and ends the completion after these. An answer takes `delay` ticks."""
+
+    def __init__(self, answers, delay=0, quick=False):
+        self.answers, self.delay, self.quick = answers, delay, quick
+        self.turns, self.pending, self.closed = [], [], []
+
+    def answer(self, ids, room):
+        self.turns.append(ids)
+        future, number = Future(), len(self.turns) - 1
+        turn = Turn(reason=StopReason.STOP)
+        if number < len(self.answers):
+            fits = len(self.answers[number]) <= room
+            turn = Turn(self.answers[number]) if fits else Turn(reason=StopReason.LENGTH)
+        self.pending.append([self.delay, future, turn])
+        if not self.delay:
+            self.tick(0)
+        return future
+
+    def tick(self, passed=1):
+        for entry in self.pending:
+            entry[0] -= passed
+        for due, future, turn in self.pending:
+            if due <= 0:
+                future.set_result(turn)
+        self.pending = [entry for entry in self.pending if entry[0] > 0]
+
+    def close(self, reason):
+        self.closed.append(reason)
+
+
+def rollouts_of(engine, scripts, sampling, monkeypatch):
+    """Draw a group for each prompt with these scripts; returns samples in order. Time passes while the engine waits."""
+
+    def tick(*_, **__):
+        for group in scripts:
+            for script in group:
+                script.tick()
+
+    monkeypatch.setattr(engine_module, "wait", tick)
+    for i, group in enumerate(scripts):
+        engine.add_request(PROMPTS[i], len(group), sampling, request_id=i, dialogues=group)
+    return [sample for _, group in sorted(finish(engine).items()) for sample in group]
+
+
+@pytest.fixture(scope="module")
+def patched():
+    with pytest.MonkeyPatch.context() as context:
+        yield context
+
+
+class Untrusted(GroupDecode):
+    """The kernel's provider where its self-check fails: the plain parts take over."""
+
+    def _trusted(self, query, cache, scale):
+        return False
+
+
+ANSWERS = st.lists(st.lists(st.integers(0, 63), min_size=1, max_size=7), max_size=3)
+GROUPS = st.lists(st.lists(st.tuples(ANSWERS, st.integers(0, 30)), min_size=1, max_size=4), min_size=1, max_size=4)
+HOW = [{}, {"temperature": 1.5, "top_k": 9, "repetition_penalty": 1.3}]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "products", "triton"])
+@pytest.mark.parametrize("how", HOW, ids=["plain", "filtered"])
+@settings(max_examples=8, phases=[Phase.generate])  # to shrink what fails takes minutes
+@given(groups=GROUPS, spare=st.integers(0, 12))
+def test_neither_tokens_nor_log_probs_depend_on_when_answers_arrive(patched, attention, how, groups, spare):
+    model, sampling = model_of("qwen3"), SamplingParams(max_tokens=LIMIT, stop_token_ids=STOPS, seed=7, **how)
+    if attention == "triton":
+        patched.setattr(engine_module, "make_provider", lambda *_: Untrusted())
+    most = max(map(len, groups)) + spare
+    found = []
+    for delayed in (True, False):
+        scripts = [[Scripted(answers, delay * delayed) for answers, delay in group] for group in groups]
+        engine = RolloutEngine(model, max_num_seqs=most, attention="auto" if attention == "triton" else attention)
+        found.append(rollouts_of(engine, scripts, sampling, patched))
+        assert max(engine.live_lanes) <= most and not engine.running
+        for script, sample in zip((script for group in scripts for script in group), found[-1], strict=True):
+            assert script.closed == [sample.finish_reason]
+    patched.undo()
+    forced = score(Policy.of(model), found[0], Scoring(sampling.temperature, 100))
+    for sample, at_once, logps in zip(*found, forced, strict=True):
+        assert (sample.ids, sample.tool_mask, sample.finish_reason) == (
+            at_once.ids, at_once.tool_mask, at_once.finish_reason
+        )  # fmt: skip
+        torch.testing.assert_close(sample.logps, at_once.logps, atol=1e-5, rtol=0)
+        torch.testing.assert_close(sample.logps, logps, atol=1e-5, rtol=0)
+        torch.testing.assert_close(sample.sampler_logps, at_once.sampler_logps, atol=1e-5, rtol=0)
+
+
+def test_answers_follow_their_turns_and_only_drawn_tokens_have_log_probs(monkeypatch):
+    """In both backends, which draw the same greedy tokens."""
+    sampling = SamplingParams(temperature=0, max_tokens=LIMIT, stop_token_ids=STOPS)
+    answers, found = [[[9, 8, 7], [3, 4]], [[12]], [], [[6] * 60]], []
+    for make in (RolloutEngine, HFBackend):
+        scripts = [[Scripted(given) for given in answers] for _ in PROMPTS]
+        found.append(rollouts_of(make(model_of("llama")), scripts, sampling, monkeypatch))
+        for sample, script in zip(found[-1], (script for group in scripts for script in group), strict=True):
+            parts = []
+            for number, turn in enumerate(script.turns):
+                parts += [(1, token) for token in turn]
+                if number < len(script.answers) and len(parts) < len(sample.ids):
+                    parts += [(0, token) for token in script.answers[number]]
+            known = [*zip(sample.tool_mask or [1] * len(sample.ids), sample.ids, strict=True)]
+            assert known[: len(parts)] == parts and all(drawn for drawn, _ in known[len(parts) :])
+            assert len(sample.logps) == len(sample.sampler_logps) == len(sample.drawn)
+            assert script.closed == [sample.finish_reason]
+    for one, other in zip(*found, strict=True):
+        assert (one.ids, one.tool_mask, one.finish_reason) == (other.ids, other.tool_mask, other.finish_reason)
+        torch.testing.assert_close(one.logps, other.logps, atol=1e-5, rtol=0)
+    assert {"stop", "length"} == {sample.finish_reason for sample in found[0]}
+    assert any(sample.tool_mask for sample in found[0])
+
+
+def test_while_tools_are_running_others_decode(monkeypatch):
+    """Two places, four completions: the place of a completion that waits serves another."""
+    sampling = SamplingParams(max_tokens=LIMIT, stop_token_ids=STOPS, seed=3)
+    engine = RolloutEngine(model_of("llama"), max_num_seqs=2)
+    scripts = [[Scripted([[1, 2]], delay=10**9)] for _ in range(2)] + [[Scripted([])] for _ in range(2)]
+    for i, group in enumerate(scripts):
+        engine.add_request(PROMPTS[i], 1, sampling, request_id=i, dialogues=group)
+    monkeypatch.setattr(engine_module, "wait", lambda *_, **__: [s.tick(10**9) for group in scripts for s in group])
+    finished = []
+    while engine.has_unfinished_requests():
+        finished += engine.step()
+    assert sorted(finished[:2]) == [2, 3] and sorted(finished[2:]) == [0, 1]
+
+
+def test_an_aborted_completion_is_closed_and_its_lane_is_free():
+    sampling = SamplingParams(max_tokens=LIMIT, stop_token_ids=STOPS, seed=3)
+    engine = RolloutEngine(model_of("llama"))
+    waits, draws = Scripted([[1]], delay=10**9), Scripted([])
+    engine.add_request(PROMPTS[0], 2, sampling, request_id=0, dialogues=[waits, draws])
+    while not waits.pending:
+        engine.step()
+    assert engine.abort_request(0) >= len(waits.turns[0])
+    assert waits.closed == [StopReason.ABORTED] and not engine.running and not engine.has_unfinished_requests()
