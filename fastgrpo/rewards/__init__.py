@@ -50,22 +50,30 @@ def find_reward(
         return make_sandbox(spec)
     if spec.startswith(PRM) or names_model(spec):
         return _load_model(spec, {"trust_remote_code": trust_remote_code}, prm)
-    module, separator, name = spec.partition(":")
-    if not separator:
+    if ":" not in spec:
         raise ValueError(
             f"unknown reward function {spec!r}; the task has {', '.join(by_name) or 'no functions'}; "
             "name your own function module:function, a reward model by its folder or ORG/MODEL, a process reward model "
             "prm:MODEL, a server http://HOST:PORT/PATH, and the sandbox for programs sandbox:python"
         )
-    function = attempt(lambda: getattr(importlib.import_module(module), name))
-    if isinstance(function, Failure):
-        raise ValueError(
-            f"reward function {spec!r} cannot be imported: {function}; install the module, or put it into the working "
-            "directory or on the PYTHONPATH"
-        ) from function.error
+    function = imported(spec, "reward function")
     if not callable(function):
         raise ValueError(f"reward function {spec!r} is a {type(function).__name__}, which cannot be called")
     return function
+
+
+def imported(spec: str, kind: str) -> Any:
+    """Import module:name, an object of the user's own code; `kind` says what it is in error messages."""
+    module, separator, name = spec.partition(":")
+    if not separator:
+        raise ValueError(f"{kind} {spec!r} must be named module:name")
+    found = attempt(lambda: getattr(importlib.import_module(module), name))
+    if isinstance(found, Failure):
+        raise ValueError(
+            f"{kind} {spec!r} cannot be imported: {found}; install the module, or put it into the working "
+            "directory or on the PYTHONPATH"
+        ) from found.error
+    return found
 
 
 def _load_model(name, settings, prm):

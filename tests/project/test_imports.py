@@ -19,6 +19,7 @@ LAYERS = (
     {"policy"},
     {"run"},
     {"rollout", "rewards", "page"},
+    {"tools"},
     {"evaluation", "kernel_checks"},
     {"trainer"},
     {"tasks", "recipes"},

@@ -1,0 +1,27 @@
+"""Tools and environments: what the model may call while it draws a completion, and the dialogues that result.
+
+Names and meaning are those of TRL. `find_tools` and `find_environment` find them by name for the command line.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from fastgrpo.rewards import imported
+
+__all__ = ["find_environment", "find_tools"]
+
+
+def find_tools(specs: Sequence[str]) -> list[Callable]:
+    """Import the tools module:function."""
+    tools = [imported(spec, "tool") for spec in specs]
+    for spec, tool in zip(specs, tools, strict=True):
+        if not callable(tool):
+            raise ValueError(f"tool {spec!r} is a {type(tool).__name__}, which cannot be called")
+    return tools
+
+
+def find_environment(spec: str) -> Callable | Mapping[str, Callable]:
+    """Import the environment module:Class; or a function that makes environments, or a dict of them by name."""
+    found = imported(spec, "environment")
+    if not callable(found) and not isinstance(found, Mapping):
+        raise ValueError(f"environment {spec!r} is a {type(found).__name__}, not a class, a function or a dict of them")
+    return found

@@ -1,0 +1,275 @@
+"""Calls tools. Each call gets an answer that the model can read; nothing that a tool does ends the run.
+
+Plain functions run in daemon threads. Async functions run together on one event loop, where they may share clients. A
+call that exceeds its time limit is abandoned: its thread goes on by itself, its coroutine is cancelled.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from copy import copy
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from fastgrpo.data.prompts import copied
+
+BEAT = 1.0  # seconds in which an event loop that no tool blocks does something
+PATIENCE = 0.1  # seconds; a tool is quick while all its answers have taken less
+OWN = ("reset", "get_reward")  # methods of an environment that are not tools
+LONGEST_ANSWER = 32_768  # characters of an answer; the rest is cut off
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a call.
+
+    Attributes:
+        content: The text that the model reads.
+        failed: Whether the call failed. The text is then {"error": ...}.
+        timed_out: Whether it failed because it exceeded its time limit.
+        latency_s: Seconds from the call to the answer.
+    """
+
+    content: str
+    failed: bool = False
+    timed_out: bool = False
+    latency_s: float = 0.0
+
+
+class _Threads:
+    """Daemon threads that are used again. They grow in number while all are busy."""
+
+    def __init__(self):
+        self.lock, self.jobs, self.idle = threading.Lock(), queue.SimpleQueue(), 0
+
+    def run(self, job):
+        with self.lock:
+            self.idle -= 1
+            busy = self.idle < 0
+            self.idle = max(self.idle, 0)
+        self.jobs.put(job)
+        if busy:
+            threading.Thread(target=self._work, name="fastgrpo-tool", daemon=True).start()
+
+    def _work(self):
+        while True:
+            self.jobs.get()()
+            with self.lock:
+                self.idle += 1
+
+
+class _Loop:
+    """The event loop of async tools, in a thread of its own."""
+
+    def __init__(self):
+        self.lock, self.loop = threading.Lock(), None
+
+    def get(self):
+        with self.lock:
+            if self.loop is None:
+                self.loop = asyncio.new_event_loop()
+                threading.Thread(target=self._run, args=(self.loop,), name="fastgrpo-loop", daemon=True).start()
+            return self.loop
+
+    def _run(self, loop):
+        while True:
+            with contextlib.suppress(BaseException):  # a task of a tool raised SystemExit, which ends the loop
+                loop.run_forever()
+
+    def renew(self, loop):
+        """Replace the loop if a tool blocks it."""
+        beat = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
+        blocked = not wait([beat], BEAT).done
+        with self.lock:
+            if blocked and self.loop is loop:
+                self.loop = None
+
+
+_THREADS, _LOOP = _Threads(), _Loop()
+
+
+def in_thread(function: Callable, *args: Any) -> Future:
+    """Run a function in a daemon thread."""
+    future = Future()
+
+    def run():
+        try:
+            result = function(*args)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    _THREADS.run(run)
+    return future
+
+
+def on_loop(awaitable: Awaitable) -> Future:
+    """Await something on the event loop of async tools."""
+    return asyncio.run_coroutine_threadsafe(_awaited(awaitable), _LOOP.get())
+
+
+async def _awaited(awaitable):
+    return await awaitable
+
+
+def settled(value: Any) -> Any:
+    """Return a value, or what an awaitable gives."""
+    return on_loop(value).result() if inspect.isawaitable(value) else value
+
+
+def as_text(result: Any) -> str:
+    """Convert what a tool or a reset returned to text: as str() does, but for bytes and for blocks of text."""
+    if isinstance(result, (bytes, bytearray)):
+        text = result.decode(errors="replace")
+    elif isinstance(result, list) and result and all(map(_is_text_block, result)):
+        text = "".join(block["text"] for block in result)
+    else:
+        text = str(result)
+    cut = len(text) - LONGEST_ANSWER
+    if cut > 0:
+        text = f"{text[:LONGEST_ANSWER]}... ({cut:,} more characters were cut off)"
+    return text.encode(errors="replace").decode()  # half a character would stop samples.jsonl
+
+
+def _is_text_block(block):
+    return isinstance(block, dict) and block.get("type") == "text" and isinstance(block.get("text"), str)
+
+
+def error_text(problem: BaseException | str) -> str:
+    """Return the answer to a call that failed."""
+    if isinstance(problem, BaseException):
+        try:
+            told = str(problem)
+        except Exception:  # the class of the exception is the user's own, too
+            told = ""
+        problem = f"{type(problem).__name__}: {told}" if told else type(problem).__name__
+    return as_text({"error": problem})
+
+
+class ToolBox:
+    """The tools of a completion, by name.
+
+    Args:
+        tools: Functions with type annotations and Google docstrings, from which transformers makes their schemas.
+        timeout: Time limit of a call in seconds, or None.
+        environment: An environment, whose public methods but `reset` and `get_reward` are tools, too.
+
+    Raises:
+        ValueError: A tool has no schema, or two have the same name.
+    """
+
+    def __init__(self, tools: Sequence[Callable], timeout: float | None = None, environment: Any = None):
+        self.timeout, self.methods = timeout, public_methods(environment)
+        every = [*tools, *self.methods.values()]
+        self.schemas = [_schema(tool) for tool in every]
+        names = [schema["function"]["name"] for schema in self.schemas]
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise ValueError(f"two tools have the name {twice.pop()!r}; rename one of them")
+        self.tools = dict(zip(names, every, strict=True))
+        self.pace = SimpleNamespace(quick=not any(map(inspect.iscoroutinefunction, every)))
+
+    def of(self, environment: Any) -> "ToolBox":
+        """Return the same tools for another instance of the environment."""
+        box = copy(self)
+        box.methods = public_methods(environment)
+        box.tools = self.tools | box.methods
+        return box
+
+    @property
+    def quick(self) -> bool:
+        """Whether all tools are plain functions, and every call so far took less than PATIENCE."""
+        return self.pace.quick
+
+    def together(self, name: str) -> bool:
+        """Whether calls of a tool run together with others of the same turn: async functions do, methods do not."""
+        return name not in self.methods and inspect.iscoroutinefunction(self.tools.get(name))
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> "Call":
+        """Begin a call. `Call.result` waits for the answer."""
+        return Call(self, name, arguments)
+
+
+class Call:
+    """A call in another thread, with the interface of a future."""
+
+    def __init__(self, box: ToolBox, name: str, arguments: Mapping[str, Any]):
+        self.box, self.began, self.loop = box, time.monotonic(), None
+        tool = box.tools.get(name) if isinstance(name, str) else None
+        if tool is None:
+            self.work = Future()
+            self.work.set_result((error_text(f"there is no tool {name!r}; the tools are {', '.join(box.tools)}"), True))
+        elif inspect.iscoroutinefunction(tool):
+            self.loop = _LOOP.get()
+            self.work = asyncio.run_coroutine_threadsafe(_await(tool, arguments), self.loop)
+        else:
+            self.work = in_thread(_call, tool, arguments)
+        self.ended = self.began
+        self.work.add_done_callback(self._end)
+
+    def _end(self, work):
+        self.ended = time.monotonic()
+
+    def result(self) -> Answer:
+        """Wait for the answer, up to the time limit."""
+        limit = self.box.timeout
+        if not self._ends_within(PATIENCE):
+            self.box.pace.quick = False
+            if not self._ends_within(limit):
+                latency = time.monotonic() - self.began
+                if self.loop is not None:
+                    _LOOP.renew(self.loop)
+                    self.work.cancel()
+                return Answer(error_text(f"no answer within {limit:g} seconds"), True, True, latency)
+        content, failed = self.work.result()
+        return Answer(content, failed, latency_s=self.ended - self.began)
+
+    def _ends_within(self, seconds):
+        left = None if seconds is None else max(self.began + seconds - time.monotonic(), 0)
+        try:
+            self.work.result(left)
+        except TimeoutError:  # not that of a tool, which is an answer
+            return False
+        return True
+
+
+def _call(tool, arguments):
+    """Call a plain function; return the text of the answer, and whether the call failed."""
+    try:
+        return as_text(settled(tool(**copied(arguments)))), False
+    except BaseException as error:
+        return error_text(error), True
+
+
+async def _await(tool, arguments):
+    """As `_call`, for an async function."""
+    try:
+        return as_text(await tool(**copied(arguments))), False
+    except BaseException as error:
+        return error_text(error), True
+
+
+def public_methods(environment: Any) -> dict[str, Callable]:
+    """Return the methods of an environment that are tools: public ones but `reset` and `get_reward`."""
+    names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
+    methods = [getattr(environment, name) for name in names if name not in OWN and not name.startswith("_")]
+    return {method.__name__: method for method in methods}
+
+
+def _schema(tool):
+    from transformers.utils import get_json_schema
+
+    try:
+        return get_json_schema(tool)
+    except Exception as error:
+        raise ValueError(
+            f"tool {getattr(tool, '__qualname__', tool)!r} has no schema: {error}; it must be a function with a type "
+            "annotation of each parameter, and with a docstring that describes them under 'Args:'"
+        ) from error

@@ -1,0 +1,185 @@
+"""The dialogue of one completion: parses the turns that the model draws, calls tools, and builds their answers.
+
+After each turn the limits are checked in this order; the first that holds ends the completion:
+
+1. length, context: the turn reached max_completion_length, or the context of the model. The rollout checks it.
+2. env_error: the reset of the environment failed.
+3. parse_error: the turn begins a tool call that cannot be parsed, and has no other.
+4. stop: the turn has no tool call.
+5. max_turns: it is the last turn that is allowed; its calls are not run.
+6. tool_timeout, env_error, env_done: a call exceeded its time limit, or the environment failed or is done. The calls
+   after it are not run, and the answers are not appended.
+7. length: the answers do not fit. They are taken back: neither the tokens nor the messages have them.
+
+Otherwise the answers are appended, and the model draws the next turn.
+"""
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from fastgrpo.data.records import Sample, StopReason, Turn
+from fastgrpo.tools.calls import Answer, in_thread
+from fastgrpo.tools.environments import Episode
+
+if TYPE_CHECKING:
+    from fastgrpo.data.turns import TurnBuilder
+
+_BUILDING = threading.Lock()  # tokenizers and the counts of a builder are not safe to use from several threads at once
+
+
+class Dialogue:
+    """A completion with tools, as `fastgrpo.data.records.Dialogue`.
+
+    Pickling keeps only the messages, calls and reason.
+
+    Args:
+        episode: The prompt, the tools, and the environment.
+        builder: Parses turns and builds the tokens of answers.
+        prompt_ids: Tokens of the prompt: `builder.prompt(episode.messages)`.
+        max_turns: Maximum number of drawn turns, or None. It is one more than TRL's max_tool_calling_iterations.
+
+    Attributes:
+        messages: Messages of the completion, as reward functions get them.
+        calls: Each call: its "turn" from 1, "name", "arguments", "answer", whether it "failed", and "latency_s".
+        reason: Why the completion ended, None before.
+    """
+
+    def __init__(
+        self, episode: Episode, builder: "TurnBuilder", prompt_ids: Sequence[int], max_turns: int | None = None
+    ):
+        self.episode, self.builder, self.prompt_ids = episode, builder, list(prompt_ids)
+        self.max_turns, self.turns = max_turns, 0
+        self.ids, self.messages, self.calls = [], [], []
+        self.pending, self.reason = None, None
+
+    @property
+    def quick(self) -> bool:
+        """Whether the tools have always answered within a moment."""
+        return self.episode.box.quick
+
+    def answer(self, ids: Sequence[int], room: int) -> "Future[Turn]":
+        """Answer a turn in another thread, with at most `room` tokens."""
+        self.pending = in_thread(self._answer, list(ids), room)
+        return self.pending
+
+    def close(self, reason: StopReason) -> None:
+        """Note why the completion ended. An environment with a call that still runs is thrown away."""
+        self.reason = reason
+        if self.pending is not None and not self.pending.done():
+            self.episode.failed = True
+
+    def transcript(self, ids: Sequence[int]) -> list[dict]:
+        """Return the messages of the completion with these tokens, with a last turn that was cut off by a limit."""
+        rest = list(ids[len(self.ids) :])
+        if rest:
+            self._read(rest)
+        return self.messages
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"messages": self.messages, "calls": self.calls, "reason": self.reason}
+
+    def _read(self, ids):
+        """Add a drawn turn."""
+        with _BUILDING:
+            parsed = self.builder.parse(ids)
+        self.ids += ids
+        self.turns += 1
+        self.messages.append(parsed.message)
+        return parsed
+
+    def _answer(self, ids, room):
+        parsed = self._read(ids)
+        calls = parsed.message.get("tool_calls") or []
+        if self.episode.failed:
+            return Turn(reason=StopReason.ENV_ERROR)
+        if not calls:
+            return Turn(reason=StopReason.PARSE_ERROR if parsed.malformed else StopReason.STOP)
+        if self.max_turns is not None and self.turns >= self.max_turns:
+            return Turn(reason=StopReason.MAX_TURNS)
+        answers, reason = self._call(calls)
+        self.messages += answers
+        if reason is not None:
+            return Turn(reason=reason)
+        with _BUILDING:
+            tokens = self.builder.answer(self.prompt_ids, self.ids, parsed.message, answers)
+        if len(tokens) > room:
+            del self.messages[-len(answers) :]
+            return Turn(reason=StopReason.LENGTH)
+        self.ids += tokens
+        return Turn(tokens)
+
+    def _call(self, calls):
+        """Run the calls of a turn; return their messages, and why the completion ends, if it does.
+
+        Each call begins when the previous one has its answer. Only async functions that are no methods of the
+        environment run together. The answers have the order of the calls.
+        """
+        box, begun = self.episode.box, []
+        for call in calls:
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            begun.append((name, arguments, box.call(name, arguments)))
+            if not box.together(name) and (self._end([begun[-1][2].result()]) or self.reason is not None):
+                break
+        answers = [answer.result() for *_, answer in begun]
+        for (name, arguments, _), answer in zip(begun, answers, strict=True):
+            told = {"answer": answer.content, "failed": answer.failed, "latency_s": answer.latency_s}
+            self.calls.append({"turn": self.turns, "name": name, "arguments": arguments} | told)
+        messages = [
+            {"role": "tool", "name": name, "content": answer.content}
+            for (name, *_), answer in zip(begun, answers, strict=True)
+        ]
+        return messages, self._end(answers)
+
+    def _end(self, answers: Sequence[Answer]):
+        """Return why these answers end the completion, or None."""
+        if any(answer.timed_out for answer in answers):
+            self.episode.failed = True
+            return StopReason.TOOL_TIMEOUT
+        try:
+            failed, done = self._says("env_error"), self._says("done")
+        except Exception:  # attributes may be properties, which run code of the user
+            failed, done = True, False
+        if failed:
+            self.episode.failed = True
+            return StopReason.ENV_ERROR
+        return StopReason.ENV_DONE if done else None
+
+    def _says(self, name):
+        value = getattr(self.episode.environment, name, False)
+        return not callable(value) and bool(value)  # a method of this name is a tool
+
+
+def dialogue_metrics(
+    samples: Sequence[Sample], names: Iterable[str], turns: Mapping[str, int] | None = None
+) -> dict[str, float]:
+    """Measure the dialogues of a step.
+
+    Args:
+        samples: Its completions.
+        names: The names of the tools; calls of other names are counted as "unknown".
+        turns: The counts of the turn builders in this step.
+
+    Returns:
+        The metrics by name.
+    """
+    calls = [call for sample in samples for call in sample.dialogue.calls]
+    by_name = defaultdict(list, {name: [] for name in names})
+    known = set(by_name)
+    for call in calls:
+        by_name[call["name"] if call["name"] in known else "unknown"].append(call)
+    failures = sum(call["failed"] for call in calls)
+    values = {
+        "tools/call_frequency": len(calls) / len(samples),
+        "tools/failure_frequency": failures / len(calls) if calls else 0.0,
+    }
+    for name, own in by_name.items():
+        values[f"tools/{name}/calls"] = len(own)
+        values[f"tools/{name}/failures"] = sum(call["failed"] for call in own)
+        if own:
+            values[f"tools/{name}/latency_s"] = sum(call["latency_s"] for call in own) / len(own)
+    values |= {f"turns/{name}": count for name, count in (turns or {}).items()}
+    reasons = Counter(sample.finish_reason for sample in samples)
+    return values | {f"stop_reason/{reason}": reasons[reason] / len(samples) for reason in StopReason}

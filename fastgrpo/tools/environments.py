@@ -1,0 +1,224 @@
+"""Environments: objects with a state, whose public methods are the tools of one completion.
+
+An instance serves one completion at a time: `start` takes it from the pool and resets it, and `give_back` returns it
+after its rewards were computed. An instance that failed is thrown away, because a tool may still run in it.
+"""
+
+import hashlib
+import inspect
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any
+
+from fastgrpo.config.fields import did_you_mean
+from fastgrpo.data.prompts import copied, shortened
+from fastgrpo.tools.calls import PATIENCE, ToolBox, as_text, in_thread, on_loop, settled
+
+logger = logging.getLogger(__name__)
+COLUMN = "environment"  # column of the data set that names the environment, if there are several
+
+
+def seed_of(*place: int) -> int:
+    """Derive the seed of a reset, from 0 to 2^31 - 1, from the completion's place in the run.
+
+    The place is (seed of the run, step, number of the request, number of the completion), so the seed does not depend
+    on the order of execution.
+    """
+    return int.from_bytes(hashlib.sha256(repr(place).encode()).digest()[:4]) >> 1
+
+
+@dataclass(eq=False)
+class Episode:
+    """What one completion starts from.
+
+    Attributes:
+        name: Name of the environment, None if it has no name.
+        environment: The instance, which has been reset. None without environments, and if none could be made.
+        box: Its tools.
+        messages: The prompt, with what the reset returned.
+        failed: Whether the environment failed: its reset raised, a tool timed out, or a call still ran at the end of
+            the completion. It then gets no reward from `get_reward`.
+    """
+
+    name: str | None
+    environment: Any
+    box: ToolBox
+    messages: list[dict]
+    failed: bool = False
+
+
+class Environments:
+    """The environments and tools of a run.
+
+    An environment has a method `reset(**row)`, which returns None, text or blocks of text: they are appended to the
+    last user message. A parameter `seed` of `reset` gets a seed, unless the row has a column of this name. Methods may
+    be async. After a call, a true attribute `done` ends the completion with "env_done", and a true attribute
+    `env_error` with "env_error". `get_reward()` returns the reward of the completion.
+
+    Args:
+        factory: Makes an environment. Or a dict of such by name, and the column `environment` of a row chooses. None
+            if there are only tools.
+        tools: Functions that all completions may call.
+        timeout: Time limit of a reset and of each call in seconds, or None.
+
+    Raises:
+        ValueError: A tool has no schema, or an environment cannot be made or has no `reset`.
+    """
+
+    def __init__(
+        self,
+        factory: Callable | Mapping[str, Callable] | None = None,
+        tools: Sequence[Callable] = (),
+        timeout: float | None = None,
+    ):
+        self.routed = isinstance(factory, Mapping)
+        self.factories = dict(factory) if self.routed else {None: factory}
+        self.timeout, self.active, self.warned = timeout, {}, False
+        self.boxes, self.idle, self.resets = {}, {}, {}
+        kinds = {}
+        for name, make in self.factories.items():
+            self.idle[name] = deque()
+            instance = None if make is None else self._probe(name, make)
+            self.boxes[name] = ToolBox(tools, timeout, instance)
+            if instance is not None:
+                self.idle[name].append(instance)
+                self.resets[name] = inspect.signature(instance.reset)
+                if callable(getattr(instance, "get_reward", None)):
+                    kinds.setdefault(type(instance))
+        self.rewards = [self._reward(kind) for kind in kinds]  # reward functions named after the classes, weight 1
+
+    def _probe(self, name, make):
+        shown = "environment_factory" if name is None else f"environment {name!r}"
+        try:
+            instance = make()
+        except Exception as error:
+            raise ValueError(f"{shown} cannot be made: {type(error).__name__}: {error}") from error
+        if not callable(getattr(instance, "reset", None)):
+            raise ValueError(f"{shown} made a {type(instance).__name__}, which has no method reset; add one")
+        return instance
+
+    def _reward(self, kind):
+        """Make a reward function of `get_reward` of a class."""
+
+        def get_reward(environments, **columns):
+            own = [type(one) is kind and not self._failed(one) for one in environments]
+            values = [one.get_reward() if mine else None for one, mine in zip(environments, own, strict=True)]
+            begun = [on_loop(value) if inspect.isawaitable(value) else value for value in values]
+            return [value.result() if isinstance(value, Future) else value for value in begun]
+
+        get_reward.__name__ = kind.__name__
+        get_reward.pooled = False  # the instances are in this process
+        return get_reward
+
+    def _failed(self, environment):
+        return id(environment) in self.active and self.active[id(environment)].failed
+
+    def name_of(self, row: Mapping[str, Any]) -> str | None:
+        """Return the name of a row's environment."""
+        if not self.routed:
+            return None
+        name = row.get(COLUMN)
+        if name not in self.factories:
+            raise ValueError(
+                f"the column {COLUMN!r} of a row must be one of {', '.join(self.factories)}, got {name!r}"
+                f"{did_you_mean(str(name), self.factories)}"
+            )
+        return name
+
+    def start(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[Episode]:
+        """Start a completion of each row: take an instance, and reset it with the seed.
+
+        Quick environments are reset one after another, in the order of the rows; slow ones together. A reset that
+        raises or exceeds the time limit gives a failed episode, which ends after its first turn.
+        """
+        begun = []
+        for row, seed in zip(rows, seeds, strict=True):
+            name, messages = self.name_of(row), _messages(row)
+            if self.factories[name] is None:
+                begun.append((name, messages, None, None, 0.0))
+                continue
+            given = self._arguments(name, row, seed)
+            instance = self.idle[name].popleft() if self.idle[name] else None
+            reset = in_thread(self._reset, name, instance, given)
+            begun.append((name, messages, instance, reset, time.monotonic()))
+            wait([reset], PATIENCE)
+        return [self._episode(*one) for one in begun]
+
+    def _arguments(self, name, row, seed):
+        """Return the arguments of a reset."""
+        given = {column: copied(value) for column, value in row.items() if not (self.routed and column == COLUMN)}
+        if "seed" in self.resets[name].parameters:
+            given.setdefault("seed", seed)
+        try:
+            self.resets[name].bind(**given)
+        except TypeError as error:
+            raise ValueError(
+                f"reset{self.resets[name]} of an environment is called with every column of the row, and cannot be: "
+                f"{error}; let it take the columns that it reads, and **columns"
+            ) from None
+        return given
+
+    def _reset(self, name, instance, given):
+        instance = self.factories[name]() if instance is None else instance
+        observed = settled(instance.reset(**given))
+        if isinstance(observed, (str, list)):
+            return instance, as_text(observed)
+        if observed is not None:
+            raise TypeError(f"reset returned a {type(observed).__name__}; it may return None, text or blocks of text")
+        return instance, ""
+
+    def _episode(self, name, messages, instance, reset, began):
+        """Wait for a reset."""
+        if reset is None:
+            return Episode(name, None, self.boxes[name], messages)
+        left = None if self.timeout is None else max(began + self.timeout - time.monotonic(), 0)
+        try:
+            instance, observed = reset.result(left)
+            messages, failed = _observed(messages, observed), False
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and not reset.done():
+                raise  # the user's, not that of the reset
+            failed = True
+            if not self.warned:
+                self.warned = True
+                logger.warning(
+                    "An environment could not be reset (%s: %s). Such completions end with env_error.",
+                    type(error).__name__,
+                    error or f"no answer within {self.timeout} seconds",
+                )
+        box = self.boxes[name] if instance is None else self.boxes[name].of(instance)
+        episode = Episode(name, instance, box, messages, failed)
+        if instance is not None:
+            self.active[id(instance)] = episode
+        return episode
+
+    def give_back(self, episodes: Iterable[Episode]) -> None:
+        """Return the instances to the pool after their rewards were computed. Failed ones are thrown away."""
+        for episode in episodes:
+            if self.active.pop(id(episode.environment), None) is episode and not episode.failed:
+                self.idle[episode.name].append(episode.environment)
+
+
+def _messages(row):
+    """Return the prompt of a row. An environment may write all of it, in its reset."""
+    prompt = row.get("prompt", [{"role": "user", "content": ""}])
+    if not isinstance(prompt, list):
+        raise ValueError(
+            f"tools need a prompt of messages, got {shortened(prompt)}; make it [{{'role': 'user', 'content': ...}}]"
+        )
+    return prompt
+
+
+def _observed(messages, text):
+    """Append what a reset returned to the last user message."""
+    if not text:
+        return messages
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    at = users[-1] if users else len(messages) - 1
+    content = messages[at].get("content") or ""
+    joined = {**messages[at], "content": (content if isinstance(content, str) else as_text(content)) + text}
+    return [*messages[:at], joined, *messages[at + 1 :]]

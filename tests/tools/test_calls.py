@@ -1,0 +1,202 @@
+"""Every call of a tool has an answer, and no tool ends or stops the run."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from paths import ROOT
+
+from fastgrpo.tools import find_environment, find_tools
+from fastgrpo.tools.calls import LONGEST_ANSWER, PATIENCE, ToolBox
+
+
+def documented(function):
+    """A tool with one parameter `x`."""
+    function.__doc__ = "Do it.\n\nArgs:\n    x: A number."
+    function.__annotations__ = {"x": int}
+    return function
+
+
+def answer(function, arguments=None, timeout=None):
+    tool = documented(function)
+    return ToolBox([tool], timeout).call(tool.__name__, {"x": 3} if arguments is None else arguments).result()
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+def raising(error):
+    def tool(x):
+        raise error
+
+    return tool
+
+
+async def wrong(x):
+    raise ValueError("no")
+
+
+async def leaves(x):
+    asyncio.get_running_loop().create_task(asyncio.sleep(0)).add_done_callback(lambda _: sys.exit(1))
+    await asyncio.sleep(0.05)
+    return "left"
+
+
+async def triples(x):
+    return 3 * x
+
+
+@pytest.mark.parametrize("returned, text", [
+    (9, "9"), (None, "None"), ("", ""), (b"caf\xc3\xa9 \xff", "café \ufffd"), ({"a": [1]}, "{'a': [1]}"),
+    ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"), ([1, 2], "[1, 2]"), ("\ud83d", "?"),
+])  # fmt: skip
+def test_a_result_becomes_text(returned, text):
+    got = answer(lambda x: returned)
+    assert (got.content, got.failed, got.timed_out) == (text, False, False)
+
+
+def test_a_coroutine_that_a_plain_function_returns_is_awaited():
+    assert answer(lambda x: triples(x)).content == "9"
+
+
+@pytest.mark.parametrize("size", [LONGEST_ANSWER, LONGEST_ANSWER + 1, 10_000_000])
+def test_a_giant_answer_is_cut_and_says_how_much(size):
+    got = answer(lambda x: "a" * size).content
+    note = f"... ({size - LONGEST_ANSWER:,} more characters were cut off)" if size > LONGEST_ANSWER else ""
+    assert got == "a" * LONGEST_ANSWER + note
+
+
+@pytest.mark.parametrize("tool, told", [
+    (raising(ZeroDivisionError("by zero")), "ZeroDivisionError: by zero"), (raising(KeyError()), "KeyError"),
+    (raising(KeyboardInterrupt()), "KeyboardInterrupt"), (raising(SystemExit(1)), "SystemExit: 1"),
+    (raising(asyncio.CancelledError()), "CancelledError"), (raising(TimeoutError()), "TimeoutError"),
+    (raising(Unprintable()), "Unprintable"), (wrong, "ValueError: no"), (lambda x: wrong(x), "ValueError: no"),
+    (lambda x: 10**5000, "ValueError: Exceeds the limit"),
+])  # fmt: skip
+def test_a_failure_is_an_error_that_the_model_reads(tool, told):
+    got = answer(tool, timeout=30)
+    assert (got.failed, got.timed_out) == (True, False)
+    assert got.content.startswith("{'error': ") and told in got.content
+
+
+@pytest.mark.parametrize("arguments", [{}, {"y": 1}, {"x": 1, "y": 1}, [1], "x", None, {1: 2}])
+def test_wrong_arguments_are_an_error_that_the_model_reads(arguments):
+    tool = documented(lambda x: x)
+    assert ToolBox([tool]).call("<lambda>", arguments).result().failed
+
+
+@pytest.mark.parametrize("name", ["addd", "", None, ["add"]])
+def test_an_unknown_name_is_told_which_tools_there_are(name):
+    got = ToolBox([documented(triples)]).call(name, {}).result()
+    assert got.failed and "triples" in got.content
+
+
+def test_a_tool_cannot_change_the_arguments_that_were_recorded():
+    given = {"x": [1]}
+    answer(lambda x: x.append(2), given)
+    assert given == {"x": [1]}
+
+
+def sleeps(x):
+    time.sleep(30)
+
+
+async def naps(x):
+    await asyncio.sleep(30)
+
+
+async def blocks(x):
+    time.sleep(30)
+
+
+@pytest.mark.parametrize("tool", [sleeps, naps, blocks, lambda x: naps(x)])
+def test_a_tool_that_hangs_is_abandoned(tool):
+    began = time.monotonic()
+    got = answer(tool, timeout=0.3)
+    assert (got.failed, got.timed_out) == (True, True) and 0.3 <= got.latency_s < 1
+    assert time.monotonic() - began < 5
+    assert answer(triples, timeout=10).content == "9"  # also after a tool that blocks the event loop
+
+
+def test_async_tools_outlive_a_task_that_exits():
+    assert answer(leaves, timeout=10).content == "left"
+    assert answer(triples, timeout=10).content == "9"
+
+
+def test_a_tool_that_hangs_does_not_keep_the_process():
+    code = """
+import time
+from fastgrpo.tools.calls import ToolBox
+def hang(x: int):
+    '''Hang.
+
+    Args:
+        x: A number.
+    '''
+    time.sleep(60)
+print(ToolBox([hang], 0.1).call("hang", {"x": 1}).result().timed_out)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "True\n")
+
+
+def test_slow_tools_run_at_once():
+    """Each call waits until all have begun."""
+    here, there = threading.Barrier(8), asyncio.Barrier(8)
+
+    def meet(x):
+        here.wait(20)
+
+    async def gather(x):
+        await asyncio.wait_for(there.wait(), 20)
+
+    box = ToolBox([documented(meet), documented(gather)])
+    calls = [box.call(name, {"x": 1}) for name in ("meet", "gather") for _ in range(8)]
+    assert not any(call.result().failed for call in calls)
+
+
+def test_async_tools_share_an_event_loop():
+    loops = []
+
+    async def where(x):
+        loops.append(asyncio.get_running_loop())
+
+    answer(where)
+    answer(where)
+    assert loops[0] is loops[1]
+
+
+def test_is_quick_until_a_call_takes_long():
+    naps = [0, 2 * PATIENCE, 0]
+    box = ToolBox([documented(lambda x: time.sleep(naps.pop(0)))])
+    seen = [box.quick]
+    for _ in range(3):
+        got = box.call("<lambda>", {"x": 1}).result()
+        seen.append(box.quick)
+    assert seen == [True, True, False, False] and got.latency_s < PATIENCE
+    assert not ToolBox([documented(triples)]).quick
+
+
+def test_rejects_a_tool_without_a_schema_and_two_of_one_name():
+    def bare(x):
+        return x
+
+    with pytest.raises(ValueError, match=r"bare.* has no schema"):
+        ToolBox([bare])
+    with pytest.raises(ValueError, match="two tools have the name 'triples'"):
+        ToolBox([documented(triples), documented(triples)])
+
+
+def test_finds_tools_and_environments_by_name():
+    assert find_tools(["os:getcwd", "time:sleep"]) == [os.getcwd, time.sleep]
+    assert find_environment("threading:Thread") is threading.Thread
+    for find, spec in ((find_tools, "getcwd"), (find_tools, "os:sep"), (find_tools, "os:nothing"),
+                       (find_environment, "no_such_module:Class"), (find_environment, "os:sep")):  # fmt: skip
+        with pytest.raises(ValueError, match=spec):
+            find([spec] if find is find_tools else spec)

@@ -1,0 +1,246 @@
+"""A dialogue answers turns of the model, and ends for the reasons that its module lists, in their order."""
+
+import asyncio
+import json
+import pickle
+import re
+import threading
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from fastgrpo.data.records import Sample, StopReason, Turn
+from fastgrpo.tools.dialogue import Dialogue, dialogue_metrics
+from fastgrpo.tools.environments import Environments
+
+
+class Builder:
+    """Tokens are characters; a call is <name {...}>, and the answers follow in brackets."""
+
+    def parse(self, ids):
+        text = "".join(map(chr, ids))
+        calls = [
+            {"type": "function", "function": {"name": name, "arguments": json.loads(arguments)}}
+            for name, arguments in re.findall(r"<(\w+) (\{.*?\})>", text)
+        ]
+        message = {"role": "assistant", "content": re.sub("<.*", "", text)} | ({"tool_calls": calls} if calls else {})
+        return SimpleNamespace(message=message, malformed="<" in text and not calls)
+
+    def answer(self, prompt_ids, completion_ids, message, messages):
+        assert message["role"] == "assistant" and all(answer["role"] == "tool" for answer in messages)
+        return ids("".join(f"[{answer['content']}]" for answer in messages))
+
+
+def ids(text):
+    return [*map(ord, text)]
+
+
+class World:
+    """An environment that does what it is told."""
+
+    def __init__(self):
+        self.seen, self.done, self.env_error = [], False, False
+
+    def reset(self, broken=False, **row):
+        self.__init__()
+        if broken:
+            raise ConnectionError("away")
+
+    def see(self, x: int) -> int:
+        """See.
+
+        Args:
+            x: A number; what is negative fails.
+        """
+        self.seen.append(x)
+        return 1 // (x >= 0) * x
+
+    def end(self, how: str) -> str:
+        """End.
+
+        Args:
+            how: The attribute that becomes true, or "hang".
+        """
+        if how == "hang":
+            time.sleep(30)
+        setattr(self, how, True)
+        return how
+
+    async def nap(self, x: float) -> int:
+        """Sleep.
+
+        Args:
+            x: Seconds.
+        """
+        before = len(self.seen)
+        await asyncio.sleep(x)
+        self.seen.append(x)
+        return before
+
+
+async def doze(x: float) -> str:
+    """Sleep.
+
+    Args:
+        x: Seconds.
+    """
+    await asyncio.sleep(x)
+    return f"dozed {x}"
+
+
+def begin(max_turns=None, timeout=None, **row):
+    environments = Environments(World, [doze], timeout)
+    (episode,) = environments.start([{"prompt": [{"role": "user", "content": "go"}], **row}], [0])
+    return Dialogue(episode, Builder(), ids("go"), max_turns)
+
+
+def turn(dialogue, text, room=1000):
+    return dialogue.answer(ids(text), room).result(30)
+
+
+def test_a_dialogue_goes_on_until_a_turn_without_calls():
+    dialogue = begin()
+    assert turn(dialogue, 'a<see {"x": 3}>') == Turn(ids("[3]"))
+    assert turn(dialogue, '<see {"x": -1}>').reason is None
+    assert turn(dialogue, "end") == Turn(reason=StopReason.STOP)
+    assert [message["role"] for message in dialogue.messages] == ["assistant", "tool", "assistant", "tool", "assistant"]
+    assert dialogue.messages[1] == {"role": "tool", "name": "see", "content": "3"}
+    assert dialogue.messages[0]["content"] == "a" and "ZeroDivisionError" in dialogue.messages[3]["content"]
+    assert [(c["turn"], c["name"], c["arguments"], c["failed"]) for c in dialogue.calls] == [
+        (1, "see", {"x": 3}, False), (2, "see", {"x": -1}, True),
+    ]  # fmt: skip
+    assert dialogue.calls[0]["answer"] == "3" and 0 <= dialogue.calls[0]["latency_s"] < 5
+
+
+def test_answers_keep_the_order_of_the_calls():
+    """Methods of the environment run one after another; async functions run together."""
+    dialogue, began = begin(), time.monotonic()
+    calls = ['<doze {"x": 2.0}>', '<see {"x": 1}>', '<nap {"x": 0.1}>', '<doze {"x": 1.5}>', '<nap {"x": 0}>']
+    assert turn(dialogue, "".join(calls)) == Turn(ids("[dozed 2.0][1][1][dozed 1.5][2]"))
+    assert dialogue.episode.environment.seen == [1, 0.1, 0] and time.monotonic() - began < 3.4
+
+
+SEE = '<see {"x": 1}>'
+CASES = {  # the turn, and the arguments of the dialogue; the earlier of two reasons must win
+    StopReason.STOP: ("nothing", {"max_turns": 1}),
+    StopReason.PARSE_ERROR: ("<see", {"max_turns": 1}),
+    StopReason.MAX_TURNS: ('<end {"how": "hang"}>', {"max_turns": 1, "timeout": 0.2}),
+    StopReason.TOOL_TIMEOUT: (SEE + '<doze {"x": 20}><end {"how": "done"}>' + SEE, {"timeout": 1}),
+    StopReason.ENV_ERROR: ('<end {"how": "env_error"}><end {"how": "done"}>', {}),
+    StopReason.ENV_DONE: (SEE + '<end {"how": "done"}><end {"how": "env_error"}>', {}),
+    StopReason.LENGTH: (SEE, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", CASES)
+def test_ends_for_the_first_reason_that_holds(reason):
+    text, arguments = CASES[reason]
+    dialogue = begin(**arguments)
+    assert turn(dialogue, text, room=2) == Turn(reason=reason)
+    lost = reason in (StopReason.TOOL_TIMEOUT, StopReason.ENV_ERROR)
+    assert dialogue.episode.failed == lost
+
+
+def test_a_failed_reset_ends_the_first_turn():
+    dialogue = begin(broken=True)
+    assert turn(dialogue, SEE) == Turn(reason=StopReason.ENV_ERROR) and not dialogue.calls
+
+
+def test_calls_after_the_end_are_not_run():
+    dialogue = begin()
+    assert turn(dialogue, '<end {"how": "done"}>' + SEE).reason == StopReason.ENV_DONE
+    assert [call["name"] for call in dialogue.calls] == ["end"] and not dialogue.episode.environment.seen
+    assert dialogue.messages[-1] == {"role": "tool", "name": "end", "content": "done"}
+
+
+def test_answers_that_do_not_fit_are_taken_back():
+    dialogue = begin()
+    assert turn(dialogue, SEE, room=3) == Turn(ids("[1]"))
+    assert turn(dialogue, SEE * 2, room=5) == Turn(reason=StopReason.LENGTH)
+    assert [message["role"] for message in dialogue.messages] == ["assistant", "tool", "assistant"]
+    assert len(dialogue.calls) == 3
+    whole = ids(SEE + "[1]" + SEE * 2)
+    assert dialogue.transcript(whole) == dialogue.messages and len(dialogue.messages) == 3
+
+
+def test_the_transcript_has_a_turn_that_the_rollout_cut_off():
+    dialogue = begin()
+    turn(dialogue, SEE)
+    dialogue.close(StopReason.LENGTH)
+    messages = dialogue.transcript(ids(SEE + "[1]" + "and so"))
+    assert messages[-1] == {"role": "assistant", "content": "and so"} and len(messages) == 3
+
+
+def test_a_method_or_a_bad_attribute_is_no_flag():
+    class Strange:
+        env_error = property(lambda self: 1 / 0)
+
+        def reset(self):
+            pass
+
+        def done(self) -> str:
+            """Say that it is done."""
+            return "said"
+
+    for kind, reason in ((Strange, StopReason.ENV_ERROR), (type("", (Strange,), {"env_error": 0}), None)):
+        (episode,) = Environments(kind).start([{}], [0])
+        assert turn(Dialogue(episode, Builder(), ids("go")), "<done {}>").reason == reason
+
+
+def test_an_environment_with_a_running_call_does_not_return_to_the_pool():
+    release = threading.Event()
+
+    class Waits(World):
+        def wait(self) -> str:
+            """Wait."""
+            release.wait(30)
+            return "waited"
+
+    environments = Environments(Waits)
+    (episode,) = environments.start([{}], [0])
+    dialogue = Dialogue(episode, Builder(), ids("go"))
+    pending = dialogue.answer(ids("<wait {}>" + SEE), 100)
+    assert not pending.done()
+    dialogue.close(StopReason.ABORTED)
+    environments.give_back([episode])
+    assert environments.start([{}], [0])[0].environment is not episode.environment
+    release.set()
+    pending.result(30)
+    assert not episode.environment.seen, "a call began after the end"
+
+
+def test_answers_do_not_wait_for_those_of_other_dialogues():
+    slow, quick = begin(), begin()
+    waiting = slow.answer(ids('<doze {"x": 20}>'), 100)
+    assert turn(quick, SEE) == Turn(ids("[1]")) and not waiting.done()
+
+
+def test_a_pickled_dialogue_keeps_what_was_said():
+    dialogue = begin()
+    turn(dialogue, SEE)
+    dialogue.close(StopReason.LENGTH)
+    copy = pickle.loads(pickle.dumps(dialogue))
+    assert (copy.messages, copy.calls, copy.reason) == (dialogue.messages, dialogue.calls, "length")
+
+
+def test_metrics_count_calls_failures_and_reasons():
+    def sample(reason, *calls):
+        told = [{"name": name, "failed": failed, "latency_s": seconds} for name, failed, seconds in calls]
+        return Sample([], [], dialogue=SimpleNamespace(calls=told), finish_reason=reason)
+
+    samples = [
+        sample("stop", ("see", False, 1.0), ("see", True, 2.0)), sample("stop"),
+        sample("env_done", ("invented", True, 0.0)), sample("max_turns", ("see", False, 6.0)),
+    ]  # fmt: skip
+    values = dialogue_metrics(samples, ["see", "doze"], Counter(appended=3, bridged=1))
+    assert values["tools/call_frequency"] == 1 and values["tools/failure_frequency"] == 0.5
+    assert (values["tools/see/calls"], values["tools/see/failures"], values["tools/see/latency_s"]) == (3, 1, 3.0)
+    assert (values["tools/doze/calls"], values["tools/unknown/calls"]) == (0, 1)
+    assert "tools/doze/latency_s" not in values
+    assert (values["turns/appended"], values["turns/bridged"]) == (3, 1)
+    assert {reason: values[f"stop_reason/{reason}"] for reason in StopReason if values[f"stop_reason/{reason}"]} == {
+        "stop": 0.5, "env_done": 0.25, "max_turns": 0.25,
+    }  # fmt: skip
+    assert dialogue_metrics([sample("stop")], [])["tools/failure_frequency"] == 0
