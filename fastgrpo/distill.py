@@ -30,12 +30,18 @@ if TYPE_CHECKING:
     from fastgrpo.rewards.call import Rewards
 
 # Reasons to drop a completion, in the order in which they are checked.
-REASONS = ("unjudged", "wrong", "empty", "malformed", "truncated", "repetitive", "duplicate", "beyond max_per_prompt")
+REASONS = (
+    "unjudged", "wrong", "empty", "malformed", "wrong step", "truncated", "repetitive", "duplicate",
+    "beyond max_per_prompt",
+)  # fmt: skip
+# Reward functions whose names end so: the reason to drop a completion without the full mark.
+REQUIRED = {"format_reward": "malformed", "steps_reward": "wrong step"}
 CHUNK = 256  # prompts that are completed before their kept completions are written
 DISTILLATION = """Generate completions for the training prompts of a task, and keep the correct ones.
 
 A completion is correct if its first reward is at least 1. A kept completion also gets the maximum of each
-reward function whose name ends in format_reward, and is not truncated, repetitive or a duplicate.
+reward function whose name ends in format_reward or steps_reward, and is not truncated, repetitive or a
+duplicate. Without --reward_funcs, the task's steps_reward checks the steps.
 `python -m fastgrpo.sft --train_file FILE` trains on the file."""
 
 
@@ -62,7 +68,10 @@ def distill(argv: list[str]) -> None:
     ranks = join(config.device)
     tokenizer = load_tokenizer(config.model, config.trust_remote_code)
     task = find_task(config.task).build(config, tokenizer)
-    rewards = Rewards(needed_rewards(task, config), **rewards_settings(config))
+    functions = needed_rewards(task, config)
+    if task.steps_reward is not None and not config.reward_funcs:
+        functions = [*functions, task.steps_reward]
+    rewards = Rewards(functions, **rewards_settings(config))
     rows = chosen_rows(as_rows(task.train().rows, f"train of task {config.task}"), config)
     policy, engine, sampling = load_sampler(config.model, tokenizer, config, top_p=config.top_p, top_k=config.top_k)
     rewards.place(rewards.device(policy.device, config.reward_device), tokenizer)
@@ -119,24 +128,25 @@ def select(
 ) -> tuple[list[tuple[Sample, float]], Counter]:
     """Select the completions to keep, at most max_per_prompt per prompt.
 
-    A kept completion is right by the first reward function, has text, and gets the full mark of each function named
-    ...format_reward. It is not truncated, not repetitive and no duplicate. Beyond max_per_prompt, the highest reward
-    wins, then the earlier completion.
+    A kept completion is right by the first reward function, has text, and gets the full mark of each function in
+    `REQUIRED`. It is not truncated, not repetitive and no duplicate. Beyond max_per_prompt, the highest reward wins,
+    then the earlier completion.
     """
     from fastgrpo.evaluation.heldout import full_mark
     from fastgrpo.rewards.call import reward_matrix
 
     totals = rewards.total(reward_matrix(completions)).tolist()
-    forms = [
-        (name, full_mark(function))
+    required = [
+        (name, full_mark(function), reason)
+        for end, reason in REQUIRED.items()
         for function, name in zip(rewards.functions, rewards.names, strict=True)
-        if name.endswith("format_reward")
+        if name.endswith(end)
     ]
     dropped, kept, seen = Counter(), {}, set()
     for completion, total in zip(completions, totals, strict=True):
         prompt = json.dumps(completion.prompt)
         key = (prompt, json.dumps(completion.content))
-        reason = _reason(completion, forms, config)
+        reason = _reason(completion, required, config)
         if reason is None and key in seen:
             reason = "duplicate"
         if reason is None:
@@ -153,7 +163,7 @@ def select(
     return chosen, +dropped
 
 
-def _reason(completion, forms: list[tuple[str, Callable]], config):
+def _reason(completion, required: list[tuple[str, Callable, str]], config):
     """Return the reason to drop a completion, or None."""
     right = next(iter(completion.rewards.values()))
     if math.isnan(right):  # None, a failure or a timeout
@@ -162,8 +172,9 @@ def _reason(completion, forms: list[tuple[str, Callable]], config):
         return "wrong"
     if not completion_text(completion.content):
         return "empty"
-    if not all(reached(completion.rewards[name]) for name, reached in forms):
-        return "malformed"
+    for name, reached, reason in required:
+        if not reached(completion.rewards[name]):
+            return reason
     if completion.truncated:
         return "truncated"
     if repetition(completion.ids, config.repetition_n_grams) > config.max_repetition:

@@ -88,25 +88,35 @@ def answer_value(text: str, numbers: list[int]) -> Fraction | None:
     if start < 0:
         return None
     expression = text[start + len(_OPENING) : end].strip()
-    if len(expression) > MAX_LENGTH or not _READABLE.fullmatch(expression):
+    if not _READABLE.fullmatch(expression):
         return None
-    try:
-        used = []
-        value = _value(ast.parse(expression, mode="eval").body, used, MAX_DEPTH)
-    except (_Unreadable, SyntaxError, ZeroDivisionError):
-        return None
+    used = []
+    value = expression_value(expression, used)
     return value if Counter(used) <= Counter(numbers) else None
 
 
+def expression_value(expression: str, used: list) -> Fraction | None:
+    """Compute an expression of numbers with + - * / and brackets, and append its numbers to `used`.
+
+    The value is exact. It is None if the text is not such an expression, or exceeds ``MAX_LENGTH`` or ``MAX_DEPTH``.
+    """
+    if len(expression) > MAX_LENGTH:
+        return None
+    try:
+        return _value(ast.parse(expression.strip(), mode="eval").body, used, MAX_DEPTH)
+    except (_Unreadable, SyntaxError, ZeroDivisionError):
+        return None
+
+
 class _Unreadable(Exception):
-    """The tree is not an expression of whole numbers and the four operations, or is too deep."""
+    """The tree is not an expression of numbers and the four operations, or is too deep."""
 
 
-def _value(node: ast.expr, used: list[int], depth: int) -> Fraction:
+def _value(node: ast.expr, used: list, depth: int) -> Fraction:
     """Compute a tree of at most `depth` operations inside one another, and append its numbers to `used`."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         used.append(node.value)
-        return Fraction(node.value)
+        return Fraction(str(node.value))
     if not depth or not isinstance(node, ast.BinOp) or type(node.op) not in _OPERATIONS:
         raise _Unreadable
     left, right = (_value(side, used, depth - 1) for side in (node.left, node.right))

@@ -44,12 +44,15 @@ class Task:
         reward_funcs: The task's reward functions. A completion is right if the first returns at least 1.
         supervised: Returns rows for supervised training, with `prompt` and `completion` or with `messages`; None if
             the task has none.
+        steps_reward: Returns 1.0 for a completion whose written steps are right. `distill` keeps only these; other
+            commands call it if --reward_funcs names it. None if the task cannot check steps.
     """
 
     train: Callable[[], Source]
     test: Callable[[], Sequence[dict] | None]
     reward_funcs: list[Callable]
     supervised: Callable[[], Sequence[dict]] | None = None
+    steps_reward: Callable | None = None
 
 
 def find_task(name: str) -> ModuleType:
@@ -86,8 +89,9 @@ def open_task(config: TrainingConfig, load: "Callable[[str, bool], PreTrainedTok
 
 def reward_functions(task: Task, config: Any) -> list[Callable]:
     """Return the reward functions of the settings."""
-    known, code, prm = task.reward_funcs, config.trust_remote_code, prm_options(config, config.reward_funcs)
-    return [find_reward(name, known, code, prm) for name in config.reward_funcs] or known
+    known = [*task.reward_funcs, *filter(None, [task.steps_reward])]
+    code, prm = config.trust_remote_code, prm_options(config, config.reward_funcs)
+    return [find_reward(name, known, code, prm) for name in config.reward_funcs] or task.reward_funcs
 
 
 def needed_rewards(task: Task, config: Any) -> list[Callable]:

@@ -54,6 +54,17 @@ def format_reward(prompts: list, completions: list, **columns: Any) -> list[floa
     return [float(_FORM.fullmatch(completion_text(completion)) is not None) for completion in completions]
 
 
+def steps_reward(prompts: list, completions: list, **columns: Any) -> list[float]:
+    """Reward a completion whose written steps and result are right.
+
+    Examples:
+        >>> steps_reward(["10+11="] * 2, ["0+1=1 1+1=2 21", "0+1=3 1+1=2 21"])
+        [1.0, 0.0]
+    """
+    right = [written(*map(int, prompt[:-1].split("+"))) for prompt in prompts]
+    return [float(completion_text(text) == steps) for text, steps in zip(completions, right, strict=True)]
+
+
 def pairs_by_level() -> tuple[list[tuple[int, int]], ...]:
     """Split the pairs of two-digit numbers into levels. No level has a held-out pair, in either order.
 
@@ -92,9 +103,8 @@ def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase | None") -> 
         thresholds, names = (0.5, 0.5, None), ("below 40", "below 70", "any, with a carry")
         return Curriculum([Level(*level) for level in zip(names, sources, thresholds, strict=True)])
 
-    return Task(
-        train, lambda: [to_row(*pair) for pair in held_out], [correctness, format_reward], lambda: examples(config.seed)
-    )
+    rewards, test = [correctness, format_reward], [to_row(*pair) for pair in held_out]
+    return Task(train, lambda: test, rewards, lambda: examples(config.seed), steps_reward)
 
 
 def examples(seed: int) -> list[dict[str, str]]:

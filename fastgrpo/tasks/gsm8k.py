@@ -1,7 +1,8 @@
 """GSM8K (arXiv 2110.14168, MIT licence): grade-school word problems with a number for an answer.
 
 The prompt asks for <think> and <answer> tags, and contains one solved problem. The rewards are correctness, format and
-length. Train a small model on --task sums first, which has the same template.
+length. Supervised training reads the solutions of the data set. Train a small model on --task sums first, which has the
+same template.
 """
 
 import random
@@ -10,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from fastgrpo.config.sections import HUB_DATA, PromptConfig
 from fastgrpo.data import load_rows
-from fastgrpo.rewards.gsm8k import correctness, format_reward, length_reward
+from fastgrpo.rewards.gsm8k import CALCULATOR, correctness, format_reward, length_reward, steps_reward
 from fastgrpo.tasks import Task, shuffled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["SYSTEM_PROMPT", "build", "correctness", "format_reward", "length_reward", "sums", "to_row"]
+__all__ = ["SYSTEM_PROMPT", "build", "correctness", "demonstration", "format_reward", "length_reward", "sums", "to_row"]
 
 DATASET, CONFIG = HUB_DATA["gsm8k"], "main"
 SYSTEM_PROMPT = (
@@ -45,9 +46,15 @@ def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase") -> Task:
         problems = rows(config.dataset_train_split)
         if problems is None:
             raise ValueError(f"{name} has no split {config.dataset_train_split!r}")
-        return shuffled(problems, config)
+        return problems
 
-    return Task(train, lambda: rows(config.dataset_test_split), [correctness, format_reward, length_reward])
+    return Task(
+        lambda: shuffled(train(), config),
+        lambda: rows(config.dataset_test_split),
+        [correctness, format_reward, length_reward],
+        lambda: train().map(demonstration),
+        steps_reward,
+    )
 
 
 def to_row(row: dict, system_prompt: str | None, conversational: bool) -> dict:
@@ -65,6 +72,19 @@ def to_row(row: dict, system_prompt: str | None, conversational: bool) -> dict:
     else:
         prompt = "\n\n".join([task, *(f"Problem: {question}\nSolution: {answer}" for question, answer in turns)])
     return {**row, "prompt": prompt}
+
+
+def demonstration(row: dict) -> dict:
+    """Make an example of the solution in a row with a prompt. It has the tags of the template."""
+    steps, _, result = CALCULATOR.sub("", row["answer"]).rpartition("####")
+    if not steps.strip():
+        raise ValueError(f"the answer has no solution before ####, got {brief(row['answer'])}")
+    text = f"<think>{steps.strip()}</think><answer>{result.strip()}</answer>"
+    conversational = not isinstance(row["prompt"], str)
+    return {
+        "prompt": row["prompt"],
+        "completion": [{"role": "assistant", "content": text}] if conversational else text,
+    }
 
 
 def sums() -> tuple[list[dict], list[dict]]:

@@ -10,9 +10,9 @@ many groups would be equal.
 from typing import TYPE_CHECKING
 
 from fastgrpo.config.sections import PromptConfig
-from fastgrpo.rewards.gsm8k import correctness, digits_reward, format_reward, length_reward
+from fastgrpo.rewards.gsm8k import correctness, digits_reward, format_reward, length_reward, steps_reward
 from fastgrpo.tasks import Task, refuse_data, shuffled
-from fastgrpo.tasks.gsm8k import sums, to_row
+from fastgrpo.tasks.gsm8k import demonstration, sums, to_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,4 +24,10 @@ def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase") -> Task:
     conversational = tokenizer.chat_template is not None
     trained, held_out = ([to_row(row, config.system_prompt, conversational) for row in part] for part in sums())
     rewards = [correctness, format_reward, length_reward, digits_reward]
-    return Task(lambda: shuffled(trained, config), lambda: held_out, rewards)
+    return Task(
+        lambda: shuffled(trained, config),
+        lambda: held_out,
+        rewards,
+        lambda: list(map(demonstration, trained)),
+        steps_reward,
+    )

@@ -147,6 +147,23 @@ def test_gsm8k_prompts_follow_the_tokenizer(system_prompt):
     assert gsm8k.format_reward([question], [answer]) == [gsm8k.format_reward.full_mark]
 
 
+def test_demonstrations_are_gsm8k_s_own_solutions_in_the_template():
+    for task, tokenizer in ((gsm8k, tiny.tokenizer()), (gsm8k, tiny.tokenizer(chat=True)), (sums, tiny.tokenizer())):
+        name = str(SAMPLE) if task is gsm8k else None
+        built = task.build(TrainConfig(task="gsm8k", dataset_name=name), tokenizer)
+        shown, rows = built.supervised(), built.train().rows
+        texts = [row["completion"] for row in shown]
+        assert [row["prompt"] for row in shown] == [row["prompt"] for row in rows]
+        assert set(gsm8k.correctness([], texts, [row["answer"] for row in rows])) == {1.0}
+        assert set(gsm8k.format_reward([], texts)) == {gsm8k.format_reward.full_mark}
+        assert sum(built.steps_reward([], texts)) >= 0.9 * len(texts) and "<<" not in str(texts)
+    solved = {"prompt": "?", "answer": "He has 2 + 3 = $<<2+3=5>>5.\n#### 5"}
+    told = "<think>He has 2 + 3 = $5.</think><answer>5</answer>"
+    assert gsm8k.demonstration(solved) == {"prompt": "?", "completion": told}
+    with pytest.raises(ValueError, match="no solution before ####"):
+        gsm8k.demonstration({"prompt": "?", "answer": "5"})
+
+
 def test_gsm8k_rows_need_their_columns():
     with pytest.raises(ValueError, match="question and answer"):
         gsm8k.to_row({"text": "?"}, "", False)

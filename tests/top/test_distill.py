@@ -1,5 +1,6 @@
 """The command distill: prompts, its output for supervised training, and user errors."""
 
+import dataclasses
 import json
 import re
 
@@ -16,6 +17,7 @@ from fastgrpo.data.records import Prompt
 from fastgrpo.data.rows import Rows
 from fastgrpo.distill import REASONS, parse, repetition, select
 from fastgrpo.rewards.call import Rewards
+from fastgrpo.tasks import dataset
 
 CHUNK = distill.CHUNK
 OWN = """
@@ -58,6 +60,25 @@ def test_writes_correct_completions_in_the_form_that_sft_reads(given, tmp_path, 
     again = [*given[:-3], str(tmp_path / "again.jsonl"), *given[-2:]]
     assert distill.main(again) == 0  # the same seed draws the same
     assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "out.jsonl").read_bytes()
+
+
+def test_the_task_checks_the_steps(given, tmp_path, capsys, monkeypatch):
+    """Without --reward_funcs, only completions with right steps are kept."""
+    build = dataset.build
+
+    def checked(*given):
+        return dataclasses.replace(build(*given), reward_funcs=[right], steps_reward=clean_steps_reward)
+
+    def right(completions, **columns):
+        return [1.0] * len(completions)
+
+    def clean_steps_reward(completions, **columns):
+        return [float(len(text) % 2) for text in completions]
+
+    monkeypatch.setattr(dataset, "build", checked)
+    assert distill.main(given[:-2]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert rows and all(len(row["completion"]) % 2 for row in rows) and "wrong step" in capsys.readouterr().out
 
 
 def test_each_prompt_is_completed_once_and_a_limit_chooses_at_random():
@@ -106,13 +127,17 @@ def neat_format_reward(completions, **columns):
 neat_format_reward.full_mark = 0.3
 
 
+def clean_steps_reward(completions, **columns):
+    return [float("step" not in text) for text in completions]
+
+
 def long(completions, **columns):
     return [len(text) / 100 for text in completions]
 
 
 def judged(*drawn):
     """Completions of (prompt, text, finish reason, ids), judged."""
-    rewards = Rewards([right, neat_format_reward, long])
+    rewards = Rewards([right, neat_format_reward, clean_steps_reward, long])
     completions = [answer(Prompt([1], prompt), ids, text, reason=reason) for prompt, text, reason, ids in drawn]
     return rewards(completions).completions, rewards
 
@@ -123,6 +148,7 @@ def test_completions_are_dropped_for_these_reasons():
         ("a", "wrong neat", "stop", ids),
         ("a", "", "stop", ids[:1]),
         ("a", "right untidy", "stop", ids),
+        ("a", "right neat, wrong step", "stop", ids),
         ("a", "right neat, cut", "length", ids),
         ("a", "right neat, again and again", "stop", [1, 2] * 4),
         ("a", "right neat 1", "stop", ids),
@@ -137,7 +163,7 @@ def test_completions_are_dropped_for_these_reasons():
         "right neat 1", "right neat 1", "right neat, longer", "right neat, the longest",
     ]  # fmt: skip
     assert dropped == dict.fromkeys(REASONS[1:], 1)
-    assert abs(kept[0][1] - (1 + 0.3 + 0.12)) < 1e-9  # its total reward
+    assert abs(kept[0][1] - (1 + 0.3 + 1 + 0.12)) < 1e-9  # its total reward
 
 
 def test_the_best_are_kept_and_of_equal_ones_the_first():

@@ -1,0 +1,12 @@
+# Settings of three_stages.sh: SmolLM2-135M-Instruct on GSM8K, at a small size for one CPU core.
+#   GSM8K=FOLDER bash docs/examples/three_stages.sh runs/smollm2 docs/examples/stages_smollm2.sh
+# FOLDER has train.jsonl and test.jsonl. Without GSM8K, they come from the Hugging Face hub.
+python -m fastgrpo.recipes.smollm2 models/smollm2-135m
+start=(--model_name_or_path models/smollm2-135m)
+all=(--task gsm8k ${GSM8K:+--dataset_name "$GSM8K"} --max_completion_length 160 --max_num_seqs 32)
+rewards=(correctness format_reward length_reward steps_reward)
+each=(--max_eval_samples 32 --eval_num_generations 4 --logging_steps 1 --gradient_checkpointing False --reward_funcs "${rewards[@]}")
+sft=(--max_steps 14 --batch_size 8 --learning_rate 5e-5)
+grpo=(--max_steps 8 --prompts_per_step 2 --num_generations 8 --learning_rate 1e-5)
+distill=(--max_prompts 48 --num_generations 8 --temperature 0.7)
+distilled=(--max_steps 6 --batch_size 8 --learning_rate 5e-5)
