@@ -201,7 +201,7 @@ class Call:
     """A call in another thread, with the interface of a future."""
 
     def __init__(self, box: ToolBox, name: str, arguments: Mapping[str, Any]):
-        self.box, self.began, self.loop = box, time.monotonic(), None
+        self.box, self.began, self.loop, self.answer = box, time.monotonic(), None, None
         tool = box.tools.get(name) if isinstance(name, str) else None
         if tool is None:
             self.work = Future()
@@ -219,6 +219,11 @@ class Call:
 
     def result(self) -> Answer:
         """Wait for the answer, up to the time limit."""
+        if self.answer is None:
+            self.answer = self._wait()
+        return self.answer
+
+    def _wait(self):
         limit = self.box.timeout
         if not self._ends_within(PATIENCE):
             self.box.pace.quick = False

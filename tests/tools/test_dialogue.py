@@ -1,40 +1,18 @@
 """A dialogue answers turns of the model, and ends for the reasons that its module lists, in their order."""
 
 import asyncio
-import json
 import pickle
-import re
 import threading
 import time
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from dialogues import Builder, ids, turn
 
 from fastgrpo.data.records import Sample, StopReason, Turn
 from fastgrpo.tools.dialogue import Dialogue, dialogue_metrics
 from fastgrpo.tools.environments import Environments
-
-
-class Builder:
-    """Tokens are characters; a call is <name {...}>, and the answers follow in brackets."""
-
-    def parse(self, ids):
-        text = "".join(map(chr, ids))
-        calls = [
-            {"type": "function", "function": {"name": name, "arguments": json.loads(arguments)}}
-            for name, arguments in re.findall(r"<(\w+) (\{.*?\})>", text)
-        ]
-        message = {"role": "assistant", "content": re.sub("<.*", "", text)} | ({"tool_calls": calls} if calls else {})
-        return SimpleNamespace(message=message, malformed="<" in text and not calls)
-
-    def answer(self, prompt_ids, completion_ids, message, messages):
-        assert message["role"] == "assistant" and all(answer["role"] == "tool" for answer in messages)
-        return ids("".join(f"[{answer['content']}]" for answer in messages))
-
-
-def ids(text):
-    return [*map(ord, text)]
 
 
 class World:
@@ -96,10 +74,6 @@ def begin(max_turns=None, timeout=None, **row):
     return Dialogue(episode, Builder(), ids("go"), max_turns)
 
 
-def turn(dialogue, text, room=1000):
-    return dialogue.answer(ids(text), room).result(30)
-
-
 def test_a_dialogue_goes_on_until_a_turn_without_calls():
     dialogue = begin()
     assert turn(dialogue, 'a<see {"x": 3}>') == Turn(ids("[3]"))
@@ -132,6 +106,13 @@ CASES = {  # the turn, and the arguments of the dialogue; the earlier of two rea
     StopReason.ENV_DONE: (SEE + '<end {"how": "done"}><end {"how": "env_error"}>', {}),
     StopReason.LENGTH: (SEE, {}),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("tool", ["nap", "doze"])
+def test_an_async_tool_that_hangs_ends_the_completion(tool):
+    dialogue = begin(timeout=0.3)
+    assert turn(dialogue, f'<{tool} {{"x": 20}}>') == Turn(reason=StopReason.TOOL_TIMEOUT)
+    assert dialogue.calls[0]["failed"] and "no answer within 0.3 seconds" in dialogue.messages[-1]["content"]
 
 
 @pytest.mark.parametrize("reason", CASES)
