@@ -61,6 +61,14 @@ METRICS = {
     "completions/min_terminated_length": "length in tokens of the shortest completion that was not truncated",
     "completions/max_terminated_length": "length in tokens of the longest completion that was not truncated",
     "completions/clipped_ratio": "share of completions that were truncated at max_completion_length",
+    "stop_reason/{reason}": "share of completions that ended for one reason; with tools",
+    "tools/call_frequency": "calls of tools per completion",
+    "tools/failure_frequency": "share of calls that failed: the tool raised, took too long, or does not exist",
+    "tools/{name}/calls": "number of calls of one tool, summed over the logged steps; unknown: of names without a tool",
+    "tools/{name}/failures": "number of these calls that failed, summed over the logged steps",
+    "tools/{name}/latency_s": "mean seconds of a call of one tool",
+    "turns/appended": "number of answered turns, summed over the logged steps, tokenized with the chat template",
+    "turns/bridged": "number of answered turns, summed over the logged steps, tokenized with the package renderers",
     "rollout/tokens/s": "completion tokens per second of generation",
     "rollout/share": "share of the step's time that generation took",
     "rollout/live_mean": "mean number of lanes (completions in flight) over the decoding steps of a rollout",
@@ -157,8 +165,7 @@ def check_metric(name: str | None) -> None:
 
 def reduced(name: str, values: Sequence[float]) -> float:
     """Reduce the values of a metric over several steps to one value."""
-    counted = name.startswith("rewards/") and name.endswith(("/errors", "/timeouts"))
-    return (sum if counted else _REDUCED.get(name, _mean))(values)
+    return (sum if _COUNTS.fullmatch(name) else _REDUCED.get(name, _mean))(values)
 
 
 def _mean(values):
@@ -168,6 +175,8 @@ def _mean(values):
 def _last(values):
     return values[-1]
 
+
+_COUNTS = re.compile("rewards/.+/(errors|timeouts)|tools/.+/(calls|failures)|turns/.+")
 
 # Reductions over logging_steps steps other than the mean. `reduced` sums counts.
 _REDUCED = {

@@ -14,7 +14,6 @@ After each turn the limits are checked in this order; the first that holds ends 
 Otherwise the answers are appended, and the model draws the next turn.
 """
 
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,8 +25,6 @@ from fastgrpo.tools.environments import Episode
 
 if TYPE_CHECKING:
     from fastgrpo.data.turns import TurnBuilder
-
-_BUILDING = threading.Lock()  # tokenizers and the counts of a builder are not safe to use from several threads at once
 
 
 class Dialogue:
@@ -83,8 +80,7 @@ class Dialogue:
 
     def _read(self, ids):
         """Add a drawn turn."""
-        with _BUILDING:
-            parsed = self.builder.parse(ids)
+        parsed = self.builder.parse(ids)
         self.ids += ids
         self.turns += 1
         self.messages.append(parsed.message)
@@ -103,8 +99,7 @@ class Dialogue:
         self.messages += answers
         if reason is not None:
             return Turn(reason=reason)
-        with _BUILDING:
-            tokens = self.builder.answer(self.prompt_ids, self.ids, parsed.message, answers)
+        tokens = self.builder.answer(self.prompt_ids, self.ids, parsed.message, answers)
         if len(tokens) > room:
             del self.messages[-len(answers) :]
             return Turn(reason=StopReason.LENGTH)

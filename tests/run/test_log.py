@@ -37,6 +37,7 @@ def test_metrics_are_means_over_logging_steps(tmp_path):
         ("memory/peak_gib", [2.0, 1.0, 1.0], 2.0), ("completions/max_length", [4, 7, 5], 7),
         ("completions/min_length", [4, 2, 5], 2), ("skipped_updates", [1, 0, 2], 3),
         ("rewards/judge/errors", [1, 0, 2], 3), ("api/errors", [1, 0, 2], 1),
+        ("tools/calc/calls", [4, 0, 2], 6), ("tools/calc/latency_s", [4.0, None, 2.0], 3.0),
         ("learning_rate", [3e-6, 2e-6, 1e-6], 1e-6), ("curriculum/level", [0, 1, 1], 1),
         ("completions/mean_length", [3.0, 4.0, 8.0], 5.0), ("kl", [1.0, None, 2.0], 1.5),  # not measured in one step
     ],

@@ -11,6 +11,7 @@ import pytest
 from dialogues import Builder, ids, turn
 
 from fastgrpo.data.records import Sample, StopReason, Turn
+from fastgrpo.run.metrics import is_known
 from fastgrpo.tools.dialogue import Dialogue, dialogue_metrics
 from fastgrpo.tools.environments import Environments
 
@@ -216,6 +217,7 @@ def test_metrics_count_calls_failures_and_reasons():
         sample("env_done", ("invented", True, 0.0)), sample("max_turns", ("see", False, 6.0)),
     ]  # fmt: skip
     values = dialogue_metrics(samples, ["see", "doze"], Counter(appended=3, bridged=1))
+    assert all(map(is_known, values))
     assert values["tools/call_frequency"] == 1 and values["tools/failure_frequency"] == 0.5
     assert (values["tools/see/calls"], values["tools/see/failures"], values["tools/see/latency_s"]) == (3, 1, 3.0)
     assert (values["tools/doze/calls"], values["tools/unknown/calls"]) == (0, 1)
