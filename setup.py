@@ -24,7 +24,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["fastgrpo*"]) + ([] if EDITABLE else ["fastgrpo.kernels"]),
     package_dir={"": "."} if EDITABLE else {"fastgrpo.kernels": "kernels"},
-    package_data={"fastgrpo": ["recipes/*.yaml", "page/assets/*"]},
+    package_data={"fastgrpo": ["recipes/*.yaml", "page/assets/*", "data/chat_templates/*"]},
     install_requires=["torch>=2.11", "triton>=3.6,<3.10; platform_system == 'Linux'"],
     extras_require={
         "train": [

@@ -8,6 +8,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 END = "<eos>"
+# A chat template for these tokenizers: the names of the tools, then the messages, each with an end token behind it.
+# A call is written as name(arguments). Characters without a token become end tokens, also in answers of tools.
+CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name + eos_token }}{% endfor %}"
+    "{% for message in messages %}{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ call.function.name }}({{ call.function.arguments.values() | join(',') }})"
+    "{% endfor %}{{ eos_token }}{% endfor %}"
+)
 
 
 def character_tokenizer(characters: str) -> "PreTrainedTokenizerFast":
