@@ -27,7 +27,9 @@ def run_stages(tmp_path, capsys):
         for name in ("sft", "train", "distilled"):
             rows = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
             evaluations[name] = [
-                {key: value for key, value in row.items() if "ci95" not in key} for row in rows if "eval/accuracy" in row
+                {key: value for key, value in row.items() if "ci95" not in key}
+                for row in rows
+                if "eval/accuracy" in row
             ]
             with capsys.disabled():
                 print(name, *evaluations[name], sep="\n")
