@@ -98,15 +98,21 @@ def test_answers_keep_the_order_of_the_calls():
 
 
 SEE = '<see {"x": 1}>'
-CASES = {  # the turn, and the arguments of the dialogue; the earlier of two reasons must win
-    StopReason.STOP: ("nothing", {"max_turns": 1}),
-    StopReason.PARSE_ERROR: ("<see", {"max_turns": 1}),
-    StopReason.MAX_TURNS: ('<end {"how": "hang"}>', {"max_turns": 1, "timeout": 0.2}),
-    StopReason.TOOL_TIMEOUT: (SEE + '<doze {"x": 20}><end {"how": "done"}>' + SEE, {"timeout": 1}),
-    StopReason.ENV_ERROR: ('<end {"how": "env_error"}><end {"how": "done"}>', {}),
-    StopReason.ENV_DONE: (SEE + '<end {"how": "done"}><end {"how": "env_error"}>', {}),
-    StopReason.LENGTH: (SEE, {}),
-}  # fmt: skip
+CASES = [  # the reason, a turn with its calls, how many of them run, the dialogue; the earlier of two reasons must win
+    (StopReason.STOP, "nothing", 0, {"max_turns": 1}), (StopReason.PARSE_ERROR, "<see", 0, {"max_turns": 1}),
+    (StopReason.MAX_TURNS, '<end {"how": "hang"}>', 0, {"max_turns": 1}), (StopReason.LENGTH, SEE, 1, {}),
+    (StopReason.TOOL_TIMEOUT, SEE + '<doze {"x": 20}><end {"how": "done"}>' + SEE, 3, {"timeout": 1}),
+    (StopReason.ENV_ERROR, '<end {"how": "env_error"}><end {"how": "done"}>', 1, {}),
+    (StopReason.ENV_ERROR, "the reset failed", 0, {"broken": True}),
+    (StopReason.ENV_DONE, SEE + '<end {"how": "done"}><end {"how": "env_error"}>', 2, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reason, text, calls, arguments", CASES)
+def test_ends_for_the_first_reason_that_holds(reason, text, calls, arguments):
+    dialogue = begin(**arguments)
+    assert turn(dialogue, text, room=2) == Turn(reason=reason) and len(dialogue.calls) == calls
+    assert dialogue.episode.failed == (reason in (StopReason.TOOL_TIMEOUT, StopReason.ENV_ERROR))
 
 
 @pytest.mark.parametrize("tool", ["nap", "doze"])
@@ -114,27 +120,6 @@ def test_an_async_tool_that_hangs_ends_the_completion(tool):
     dialogue = begin(timeout=0.3)
     assert turn(dialogue, f'<{tool} {{"x": 20}}>') == Turn(reason=StopReason.TOOL_TIMEOUT)
     assert dialogue.calls[0]["failed"] and "no answer within 0.3 seconds" in dialogue.messages[-1]["content"]
-
-
-@pytest.mark.parametrize("reason", CASES)
-def test_ends_for_the_first_reason_that_holds(reason):
-    text, arguments = CASES[reason]
-    dialogue = begin(**arguments)
-    assert turn(dialogue, text, room=2) == Turn(reason=reason)
-    lost = reason in (StopReason.TOOL_TIMEOUT, StopReason.ENV_ERROR)
-    assert dialogue.episode.failed == lost
-
-
-def test_a_failed_reset_ends_the_first_turn():
-    dialogue = begin(broken=True)
-    assert turn(dialogue, SEE) == Turn(reason=StopReason.ENV_ERROR) and not dialogue.calls
-
-
-def test_calls_after_the_end_are_not_run():
-    dialogue = begin()
-    assert turn(dialogue, '<end {"how": "done"}>' + SEE).reason == StopReason.ENV_DONE
-    assert [call["name"] for call in dialogue.calls] == ["end"] and not dialogue.episode.environment.seen
-    assert dialogue.messages[-1] == {"role": "tool", "name": "end", "content": "done"}
 
 
 def test_answers_that_do_not_fit_are_taken_back():

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -105,18 +104,12 @@ def test_a_reset_may_write_the_whole_prompt():
 def test_the_column_environment_chooses():
     environments = Environments({"count": Counter, "judge": Judged}, [extra])
     rows = [{"prompt": USER, "environment": name} for name in ("judge", "count", "judge")]
-    episodes = environments.start(rows, [1, 2, 3])
+    episodes = environments.start([*rows[:2], rows[2] | {"seed": 7}], [1, 2, 3])
     assert [type(episode.environment) for episode in episodes] == [Judged, Counter, Judged]
     assert names(episodes[0].box) == ["extra", "act"] and episodes[1].environment.row == {"prompt": USER}
-    assert [episodes[0].environment.seed, episodes[2].environment.seed] == [1, 3]
+    assert [episodes[0].environment.seed, episodes[2].environment.seed] == [1, 7]  # a column wins
     with pytest.raises(ValueError, match=r"must be one of count, judge, got 'conut'.*'count'"):
         environments.start([{"environment": "conut"}], [0])
-
-
-def test_a_row_wins_over_the_seed():
-    environments = Environments(Judged)
-    episodes = environments.start([{"seed": 7}, {}], [1, 2])
-    assert [episode.environment.seed for episode in episodes] == [7, 2]
 
 
 def test_seeds_differ_between_places_and_stay():
@@ -212,14 +205,3 @@ def test_rejects_what_cannot_be_an_environment_or_a_prompt():
         Environments(Trouble).start([{"other": 1}], [0])
     with pytest.raises(ValueError, match="tools need a prompt of messages, got 'go'"):
         Environments(None, [extra]).start([{"prompt": "go"}], [0])
-
-
-def test_environments_run_at_once_without_mixing():
-    environments = Environments(Counter, timeout=60)
-    episodes = environments.start([{"start": 100 * i} for i in range(16)], range(16))
-
-    def play(episode):
-        return [episode.box.call("raise_by", {"amount": 1}).result().content for _ in range(20)][-1]
-
-    with ThreadPoolExecutor(16) as threads:
-        assert [*threads.map(play, episodes)] == [str(100 * i + 20) for i in range(16)]
