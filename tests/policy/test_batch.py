@@ -43,17 +43,24 @@ def tokens_seen(batch):
     return [start + own[: i + 1] for start, own in zip(before, sequences, strict=True) for i in range(len(own))]
 
 
-@given(groups(), st.booleans())
-def test_each_token_is_predicted_by_the_state_of_its_prefix(groups, share_prompt):
+@given(groups(), st.booleans(), st.randoms(use_true_random=False))
+def test_each_drawn_token_is_predicted_by_the_state_of_its_prefix(groups, share_prompt, random):
+    """The tokens of tool answers are seen, and not predicted."""
     samples = flat(groups)
+    masks = [[1, *(random.randint(0, 1) for _ in sample.ids[1:])] for sample in samples]
+    samples = [replace(s, tool_mask=None if all(mask) else mask) for s, mask in zip(samples, masks, strict=True)]
     batch = Batch.pack(samples, "cpu", share_prompt)
     seen = tokens_seen(batch)
     assert batch.position_ids.tolist() == [len(tokens) - 1 for tokens in seen]
-    expected = [sample.prompt_ids + sample.ids[:t] for sample in samples for t in range(len(sample.ids))]
+    expected = [
+        s.prompt_ids + s.ids[:t] for s, mask in zip(samples, masks, strict=True) for t in range(len(mask)) if mask[t]
+    ]
     assert [seen[row] for row in batch.rows.tolist()] == expected
-    assert batch.targets.tolist() == [token for sample in samples for token in sample.ids]
+    drawn = [
+        [token for token, own in zip(s.ids, mask, strict=True) if own] for s, mask in zip(samples, masks, strict=True)
+    ]
     of_samples = batch.targets.tensor_split(batch.cu_seqlens[1:-1])
-    assert [values.tolist() for values in of_samples] == [sample.ids for sample in samples]
+    assert [values.tolist() for values in of_samples] == drawn
     prompts = sum(len(group[0].prompt_ids) * (1 if share_prompt else len(group)) for group in groups)
     assert len(batch.input_ids) == prompts + sum(len(sample.ids) - 1 for sample in samples)  # the least there can be
 
