@@ -140,12 +140,15 @@ def _without(row):
 
 def _draw(rows, tokenizer, config):
     """Draw a group of completions per row."""
-    from fastgrpo.evaluation.heldout import complete, load_sampler
+    from fastgrpo.evaluation.heldout import load_sampler
     from fastgrpo.policy.fit import prompts_of
+    from fastgrpo.rollout.backend import draw_groups
+    from fastgrpo.tools.prompts import Prompts
 
     policy, engine, sampling = load_sampler(config.model_name_or_path, tokenizer, config)
-    prompts = list(prompts_of(rows, tokenizer, policy, config.max_completion_length, config.template_kwargs))
-    drawn = complete(engine, prompts, sampling, config.num_generations)
+    source = Prompts(tokenizer, config.template_kwargs)
+    prompts = list(prompts_of(rows, source, policy, config.max_completion_length))
+    drawn, _ = draw_groups(engine, source.start(dict(enumerate(prompts)), config.num_generations), sampling)
     return [[with_text(rollout, prompts[i], tokenizer) for rollout in drawn[i]] for i in sorted(drawn)]
 
 

@@ -59,10 +59,12 @@ def parse(argv: list[str]) -> DistillConfig:
 def distill(argv: list[str]) -> None:
     """Draw, judge and select completions, and print how many were kept."""
     config = parse(argv)
-    from fastgrpo.evaluation.heldout import complete, load_sampler
+    from fastgrpo.evaluation.heldout import load_sampler
     from fastgrpo.policy.fit import prompts_of
     from fastgrpo.policy.load import load_tokenizer
     from fastgrpo.rewards.call import Rewards, judge_together, rewards_settings
+    from fastgrpo.rollout.backend import draw_groups
+    from fastgrpo.tools.prompts import Prompts
 
     quiet_libraries()
     ranks = join(config.device)
@@ -75,8 +77,8 @@ def distill(argv: list[str]) -> None:
     rows = chosen_rows(as_rows(task.train().rows, f"train of task {config.task}"), config)
     policy, engine, sampling = load_sampler(config.model, tokenizer, config, top_p=config.top_p, top_k=config.top_k)
     rewards.place(rewards.device(policy.device, config.reward_device), tokenizer)
-    told = prompts_of(rows, tokenizer, policy, config.max_completion_length, config.template_kwargs)
-    prompts = list(told)
+    source = Prompts(tokenizer, config.template_kwargs)
+    prompts = list(prompts_of(rows, source, policy, config.max_completion_length))
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
     drawn, kept, dropped = len(prompts) * config.num_generations, 0, Counter()
     output, terminal = config.output if ranks.lead else None, Terminal(quiet=config.quiet, silent=not ranks.lead)
@@ -84,9 +86,11 @@ def distill(argv: list[str]) -> None:
         for start in range(0, len(prompts), CHUNK):
             chunk = prompts[start : start + CHUNK]
             share = len(chunk) / len(prompts)
-            groups = complete(
-                engine, chunk, dataclasses.replace(sampling, seed=config.seed + start), config.num_generations,
-                lambda done, share=share: progress(done * share), ranks,
+            mine = {i: chunk[i] for i in range(ranks.rank, len(chunk), ranks.size)}
+            groups, _ = draw_groups(
+                engine, source.start(mine, config.num_generations),
+                dataclasses.replace(sampling, seed=config.seed + start),
+                progress=lambda done, share=share: progress(done * share),
             )  # fmt: skip
             judged = judge_together(rewards, groups, chunk, tokenizer, state, ranks=ranks)
             selected, left_out = select(judged.completions, rewards, config)

@@ -32,6 +32,7 @@ class EvaluateConfig(
     sections.EngineConfig,
     sections.TokenFilterConfig,
     sections.CompletionConfig,
+    sections.ToolsConfig,
     sections.TestSplitConfig,
     sections.DatasetConfig,
     sections.PromptConfig,
@@ -94,6 +95,8 @@ def _evaluate_model(path, tokenizer, config, ranks):
     """Evaluate one model on the held-out rows of the task, and return the `Evaluation`."""
     from fastgrpo.evaluation.heldout import evaluate, load_sampler
     from fastgrpo.rewards.call import Rewards, rewards_settings
+    from fastgrpo.tools import find_environments
+    from fastgrpo.tools.prompts import Prompts
 
     task = find_task(config.task).build(config, tokenizer)
     test = task.test()
@@ -104,16 +107,18 @@ def _evaluate_model(path, tokenizer, config, ranks):
         )
     if not len(test):
         raise ValueError(f"split {config.dataset_test_split!r} of task {config.task} has no rows to evaluate on")
-    rewards = Rewards(needed_rewards(task, config), **rewards_settings(config))
+    environments = find_environments(config, task.tools, task.environment)
+    rewards = Rewards(needed_rewards(task, config, environments), **rewards_settings(config))
     rewards.device(choose_device(config.device), config.reward_device)  # raises before the model is loaded
     rows = as_rows(test, f"test of task {config.task}").head(config.max_eval_samples)
     policy, engine, sampling = load_sampler(path, tokenizer, config, top_p=config.top_p, top_k=config.top_k)
     rewards.place(rewards.device(policy.device, config.reward_device), tokenizer)
+    source = Prompts.of(tokenizer, config, environments, sampling.stop_token_ids)
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
     with rewards, Terminal(quiet=config.quiet, silent=not ranks.lead).share(str(path)) as progress:
         return evaluate(
             engine, tokenizer, rows, rewards, sampling, state, progress, config.eval_num_generations, ranks,
-            config.template_kwargs,
+            source,
         )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
     """Build the trainer of a run. Without a model, warm-start the task's own policy first."""
-    opened, train, test, rewards = _checked(config)  # before the warm start, which takes time
+    opened, train, test, rewards, environments = _checked(config)  # before the warm start, which takes time
     from fastgrpo.policy.load import load_tokenizer
     from fastgrpo.ranks import join
     from fastgrpo.run.log import open_log
@@ -27,9 +27,9 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
     from fastgrpo.tasks import panels_of
     from fastgrpo.trainer import GRPOTrainer
 
-    path, panels = config.model_name_or_path, panels_of(opened.module)
+    path, how = config.model_name_or_path, {"environment_factory": environments, "panels": panels_of(opened.module)}
     if path is not None:
-        trainer = GRPOTrainer(path, rewards, config, train, test, opened.tokenizer, panels=panels)
+        trainer = GRPOTrainer(path, rewards, config, train, test, opened.tokenizer, **how)
     else:
         ranks = join(config.device, config.ddp_timeout)
         log = open_log(config, inputs_of(config, rewards.functions), ranks)
@@ -37,7 +37,7 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
             path = _make_policy(opened.module, config, log) if ranks.lead else None
             path = ranks.from_lead(path, "the warm start of rank 0")
             tokenizer = load_tokenizer(path, config.trust_remote_code)
-            trainer = GRPOTrainer(path, rewards, config, train, test, tokenizer, log=log, panels=panels)
+            trainer = GRPOTrainer(path, rewards, config, train, test, tokenizer, log=log, **how)
         except BaseException:
             log.close()
             raise
@@ -61,15 +61,18 @@ def check_runs(runs: Sequence[SweepRun]) -> None:
 
 
 def _checked(config, load=None):
-    """Open the task of a run, its rows and its reward functions; raise ValueError for a mistake in them."""
+    """Open the task of a run, its rows, rewards, tools and environments; raise ValueError for a mistake in them."""
     from fastgrpo.rewards.call import Rewards, rewards_settings
     from fastgrpo.rewards.overlong import shaping
     from fastgrpo.tasks import needed_rewards, open_task
+    from fastgrpo.tools import find_environments
 
     opened = open_task(config, load)
-    train, test, functions = opened.task.train(), opened.task.test(), needed_rewards(opened.task, config)
+    train, test = opened.task.train(), opened.task.test()
+    environments = find_environments(config, opened.task.tools, opened.task.environment)
+    functions = needed_rewards(opened.task, config, environments)
     rewards = Rewards(functions, config.reward_weights, shaping=shaping(config), **rewards_settings(config))
-    return opened, train, test, rewards
+    return opened, train, test, rewards, environments
 
 
 def _make_policy(task_module, config, log):

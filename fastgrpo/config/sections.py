@@ -70,6 +70,21 @@ class PromptConfig:
 
 
 @settings_class
+class ToolsConfig:
+    """Tools that the model calls while it generates a completion, and environments."""
+
+    tools: Several[str] = ()
+    """Let the model call these functions, module:function. If empty, use the tools of the task."""
+    environment: str | None = None
+    """Give each completion an instance of this class, module:Class. Its public methods are tools. None uses the
+    environment of the task."""
+    max_tool_calling_iterations: Size | None = None
+    """Run the tool calls of at most N turns of a completion. None sets no limit."""
+    tool_timeout: Positive | None = 60.0
+    """End a completion if a tool does not answer within N seconds. None sets no limit."""
+
+
+@settings_class
 class DatasetConfig:
     """The data set. TRL has these settings in ScriptArguments, so `GRPOConfig` does not take them."""
 

@@ -35,6 +35,7 @@ from fastgrpo.config.sections import (
     SamplesConfig,
     TestSplitConfig,
     TokenFilterConfig,
+    ToolsConfig,
     TrainSplitConfig,
     UpdatesConfig,
 )
@@ -108,6 +109,7 @@ class GRPOConfig(
     TokenFilterConfig,
     RolloutConfig,
     CompletionConfig,
+    ToolsConfig,
     OrderConfig,
     PromptConfig,
     LoadingConfig,

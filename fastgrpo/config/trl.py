@@ -196,7 +196,7 @@ delta sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos ves
 multi_objective_aggregation loss_type mask_truncated_completions sync_ref_model ref_model_mixup_alpha entropy_coef
 use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target off_policy_mask_threshold
 use_bias_correction_kl report_to warmup_steps epsilon_high router_aux_loss_coef
-importance_sampling_level
+importance_sampling_level max_tool_calling_iterations
 """
 _COUNT = "With batch arguments, the value counts updates, and "
 # Others of the same name -> what differs from TRL.
@@ -277,7 +277,6 @@ REFUSED = [
     ("hub_strategy hub_always_push hub_revision", "use push_to_hub, hub_model_id and hub_private_repo"),
     ("trackio_space_id trackio_bucket_id trackio_static_space_id", "set TRACKIO_SPACE_ID or TRACKIO_BUCKET_ID"),
     ("log_completions_hub_repo", "upload samples.jsonl of the run folder yourself"),
-    ("max_tool_calling_iterations", "leave it out: fastgrpo does not support tools"),
     ("max_prompt_length", "drop rows with long prompts: prompts are never truncated"),
 ]
 # Values of refused arguments that are accepted, besides those that are off.

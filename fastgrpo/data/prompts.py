@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Arguments that the trainer passes to reward functions. Columns may have any other name.
-RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "log_steps")
+RESERVED = (
+    "prompts", "completions", "completion_ids", "tool_mask", "environments", "trainer_state", "log_metric",
+    "log_extra", "log_steps",
+)  # fmt: skip
 _UNCHANGING = {type(None), bool, int, float, complex, str, bytes}  # immutable types, not copied
 
 

@@ -36,17 +36,19 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A tokenized prompt, the input of the rollout.
+    """A tokenized prompt, the input of the rollout: of all completions of a row, or of one with tools.
 
     Attributes:
         ids: Token ids.
         prompt: The prompt as reward functions get it: a string, or a list of messages.
         columns: The other columns of the data row, which reward functions get by name.
+        dialogue: Answers the turns of the completion, or None without tools.
     """
 
     ids: list[int]
     prompt: str | list[dict]
     columns: dict[str, Any] = field(default_factory=dict)
+    dialogue: "Dialogue | None" = None
 
 
 class StopReason(StrEnum):
@@ -75,6 +77,9 @@ class Dialogue(Protocol):
     """One completion with tools. The rollout passes it each drawn turn that ends with a stop token."""
 
     quick: bool  # whether the rollout waits a moment for the answer instead of decoding other completions first
+    prompt: list[dict]
+    calls: list[dict]  # the calls of tools, as in samples.jsonl
+    environment: Any
 
     def answer(self, ids: list[int], room: int) -> "Future[Turn]":
         """Begin to answer a turn, and return at once.
@@ -86,6 +91,9 @@ class Dialogue(Protocol):
 
     def close(self, reason: StopReason) -> None:
         """Note why the completion ended, or that it was aborted."""
+
+    def transcript(self, ids: list[int]) -> list[dict]:
+        """Return the messages of the completion with these tokens."""
 
 
 @dataclass(frozen=True)
@@ -170,9 +178,13 @@ class Sample:
 
 def with_text(sample: Sample, prompt: Prompt, tokenizer: Any) -> Sample:
     """Add the text of a drawn sample, and the prompt and columns that reward functions get."""
+    if sample.dialogue is not None:
+        messages, content = sample.dialogue.prompt, sample.dialogue.transcript(sample.ids)
+        return dataclasses.replace(sample, prompt=messages, columns=prompt.columns, content=content)
     text = tokenizer.decode(sample.ids, skip_special_tokens=True)
     content = text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]
-    return dataclasses.replace(sample, prompt=prompt.prompt, columns=prompt.columns, content=content)
+    columns = prompt.columns | sample.columns  # of `rollout_func`
+    return dataclasses.replace(sample, prompt=prompt.prompt, columns=columns, content=content)
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ Every mean has a 95% interval, see estimators.py.
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from fastgrpo.data.records import Prompt, Sample, TrainerState
+from fastgrpo.data.records import Sample, TrainerState
 from fastgrpo.evaluation.estimators import MAX_DRAWS, bootstrap, maj_at_k, pass_at_k, wilson
 from fastgrpo.policy.fit import prompts_of
 from fastgrpo.policy.load import OWN_ATTENTION, load_policy, stop_token_ids
@@ -24,8 +24,11 @@ from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.answers import completion_text, final_answer
 from fastgrpo.rewards.call import Judged, Rewards, judge_together, reward_matrix
 from fastgrpo.rollout import make_backend
-from fastgrpo.rollout.backend import RolloutBackend
+from fastgrpo.rollout.backend import RolloutBackend, draw_groups
 from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.tools.prompts import Prompts
+
+HELD_OUT = -1  # stands for the step in the seeds of environments
 
 
 def load_sampler(
@@ -107,7 +110,7 @@ def evaluate(
     progress: Callable[[float], object] | None = None,
     num_generations: int = 0,
     ranks: Ranks = ALONE,
-    template_kwargs: Mapping[str, Any] | None = None,
+    source: Prompts | None = None,
 ) -> Evaluation:
     """Complete each held-out row greedily once, and num_generations times by sampling; judge all completions.
 
@@ -122,7 +125,7 @@ def evaluate(
             counts the same.
         num_generations: Number of sampled completions per prompt, in addition to the greedy one; may be 0.
         ranks: The ranks; each completes and judges a share of the rows.
-        template_kwargs: Keyword arguments of the chat template by name, or None.
+        source: Makes the prompts of rows. None means without tools, and without arguments of the chat template.
 
     Returns:
         The results, equal on all ranks.
@@ -134,15 +137,19 @@ def evaluate(
     if num_generations > MAX_DRAWS:
         raise ValueError(f"eval_num_generations must be at most {MAX_DRAWS}, got {num_generations}")
     started = time.perf_counter()
-    prompts = list(prompts_of(rows, tokenizer, engine.policy, sampling.max_tokens, template_kwargs))
+    source = source or Prompts(tokenizer)
+    prompts = list(prompts_of(rows, source, engine.policy, sampling.max_tokens))
+    mine = {i: prompts[i] for i in range(ranks.rank, len(prompts), ranks.size)}
     means = _Means()
 
     def judged(sampling: SamplingParams, draws: int, prefix: str) -> list[Sample]:
         share = draws / (1 + num_generations)
         told = None if progress is None else lambda done: progress(done * share)
+        groups = source.start(mine, draws, HELD_OUT)
         with engine.policy.gather():
-            drawn = complete(engine, prompts, sampling, draws, told, ranks)
+            drawn, _ = draw_groups(engine, groups, sampling, progress=told)
         result = judge_together(rewards, drawn, prompts, tokenizer, trainer_state, ranks=ranks)
+        source.finish(groups)
         _measure(result, rewards, draws, prefix, means)
         return result.completions
 
@@ -202,32 +209,6 @@ class _Means:
         counted = share and set(given) <= {0.0, 1.0}
         if counted or len(given) > 1:
             self.intervals[name] = wilson(sum(given), len(given)) if counted else bootstrap(given)
-
-
-def complete(
-    engine: RolloutBackend,
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    draws: int,
-    progress: Callable[[float], object] | None = None,
-    ranks: Ranks = ALONE,
-) -> dict[int, list[Sample]]:
-    """Complete this rank's share of the prompts, which are dealt to the ranks one by one.
-
-    Args:
-        engine: An idle rollout backend.
-        prompts: The prompts of all ranks.
-        sampling: Sampling parameters.
-        draws: Number of completions per prompt.
-        progress: A function that gets the share of this rank's work just done, or None.
-        ranks: The ranks.
-
-    Returns:
-        The completions of this rank's prompts, by the index of the prompt.
-    """
-    own = range(ranks.rank, len(prompts), ranks.size)
-    rollouts = engine.generate([prompts[i].ids for i in own], draws, sampling, progress, own)
-    return {i: rollouts[at * draws : (at + 1) * draws] for at, i in enumerate(own)}
 
 
 def _right(completion):

@@ -1,15 +1,18 @@
 """Checks that prompts fit the policy. All rows are checked before the first step, not in the middle of a run."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fastgrpo.data.prompts import shortened, to_examples, to_prompt
+from fastgrpo.data.prompts import shortened, to_examples
 from fastgrpo.data.records import Prompt, Sample
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.policy.model import Policy
+
+if TYPE_CHECKING:
+    from fastgrpo.tools.prompts import Prompts
 
 BAR = {"delay": 2, "leave": False, "dynamic_ncols": True}  # settings of the progress bar
 
@@ -36,17 +39,16 @@ def _refuse_unknown(text, ids, tokenizer, name="prompt"):
 
 def prompts_of(
     rows: Sequence[dict] | Rows,
-    tokenizer: PreTrainedTokenizerBase,
+    source: "Prompts",
     policy: Policy,
     max_tokens: int,
-    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Iterator[Prompt]:
     """Tokenize every row and check its prompt."""
 
     def fitting(row):
-        prompt = to_prompt(row, tokenizer, template_kwargs)
+        prompt = source(row)
         check_prompts([prompt], policy, max_tokens)
-        _refuse_unknown(prompt.prompt, prompt.ids, tokenizer)
+        _refuse_unknown(prompt.prompt, prompt.ids, source.tokenizer)
         return prompt
 
     return as_rows(rows, "data").each(fitting)
@@ -54,14 +56,13 @@ def prompts_of(
 
 def check_rows(
     rows: Sequence[dict] | Rows,
-    tokenizer: PreTrainedTokenizerBase,
+    source: "Prompts",
     policy: Policy,
     max_tokens: int,
     shown: bool = True,
-    template_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
     """Check every row."""
-    prompts = prompts_of(rows, tokenizer, policy, max_tokens, template_kwargs)
+    prompts = prompts_of(rows, source, policy, max_tokens)
     for _ in tqdm(prompts, desc="check prompts", total=len(rows), disable=not shown, **BAR):
         pass
 

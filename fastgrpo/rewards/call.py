@@ -56,6 +56,9 @@ class Rewards:
     log_steps=, **columns)` with one item per completion. It returns a list, tuple, generator, 1-d tensor or array, or
     pandas Series with one float or None per completion. It may be async.
 
+    With tools, functions also get `environments`, and `tool_mask` with 1 for drawn tokens and 0 for answers of tools.
+    `completions` are then lists of messages with roles.
+
     A function gets its own copies, so it may change them. It may use the global random generators, which are seeded and
     saved with the run. Afterwards the working directory and the modes of torch are restored. Every exception is a
     failure of the function, except KeyboardInterrupt. Its name is its `__name__`; a second function of the same name is
@@ -296,6 +299,8 @@ def _beyond(steps, completions):
 def _call(function, completions, trainer_state, notes, columns):
     """Call a function with its own copies."""
     given = {name: [copied(item) for item in items] for name, items in arguments(completions, columns).items()}
+    if any(completion.dialogue for completion in completions):
+        given["environments"] = [completion.dialogue.environment for completion in completions]
     logs = {name: getattr(notes, name) for name in LOGS}
     return function(**given | logs | {"trainer_state": copied(trainer_state)})
 
@@ -309,17 +314,22 @@ def check_function(function: Any) -> None:
             "fastgrpo.rewards.find_reward finds a function, a model or a server by its name, and "
             "fastgrpo.rewards.models.RewardModel makes a function of a model"
         )
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some C callables have no signature
-        return
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+    parameters = _parameters(function).values()
+    if parameters and not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         name = getattr(function, "__name__", type(function).__name__)
         raise ValueError(
             f"reward function {name!r} takes ({', '.join(map(str, parameters))}), and is called with prompts, "
             f"completions, completion_ids, every column of the rows and more, all by name; write "
             f"{name}(completions, **columns), with the columns that it reads named before **columns"
         )
+
+
+def _parameters(function):
+    """Return the parameters of a function by name; none if it has no signature, like some C callables."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def names_of(functions: Sequence[Callable]) -> list[str]:
@@ -338,14 +348,20 @@ def _innermost(function):
 
 
 def pooled(function: Callable) -> bool:
-    """Return whether a pool may run a function. One with its own model or processes has `pooled = False`."""
-    return getattr(function, "pooled", True)
+    """Return whether a pool may run a function.
+
+    One with its own model or processes has `pooled = False`. Environments are in this process, so a function that names
+    them runs here too.
+    """
+    return getattr(function, "pooled", True) and "environments" not in _parameters(function)
 
 
 def arguments(completions: Sequence[Sample], columns: Iterable[str]) -> dict[str, list]:
     """Return the arguments of a call that have one item per completion."""
     names = dict.fromkeys([*columns, *(name for completion in completions for name in completion.columns)])
     given = {name: [completion.columns.get(name) for completion in completions] for name in names}
+    if any(completion.dialogue for completion in completions):
+        given["tool_mask"] = [completion.tool_mask or [1] * len(completion.ids) for completion in completions]
     return given | {
         "prompts": [completion.prompt for completion in completions],
         "completions": [completion.content for completion in completions],
@@ -421,8 +437,9 @@ class Judging:
         completions = []
         for i, sample in sorted(pairs, key=lambda pair: pair[0]):
             given = self.prompts[i]
-            restored = {"prompt_ids": given.ids, "prompt": given.prompt, "columns": given.columns}
-            completions.append(dataclasses.replace(sample, **restored))
+            if sample.dialogue is None:  # with tools, prompts may differ within a group
+                sample = dataclasses.replace(sample, prompt_ids=given.ids, prompt=given.prompt)
+            completions.append(dataclasses.replace(sample, columns=given.columns))
         return Judged(completions, errors, dict(logged), timeouts)
 
 
@@ -443,8 +460,8 @@ def judge_together(
 
 
 def _sent(completion):
-    """Return a completion without its prompt, and with tensors of its own: pickle sends the whole storage of a view."""
-    logps, sampler_logps = completion.logps.clone(), completion.sampler_logps.clone()
-    return dataclasses.replace(
-        completion, prompt_ids=None, prompt=None, columns=None, logps=logps, sampler_logps=sampler_logps
-    )
+    """Return a completion without what all ranks know, and with its own tensors: pickle sends the storage of a view."""
+    own = {"logps": completion.logps.clone(), "sampler_logps": completion.sampler_logps.clone(), "columns": None}
+    if completion.dialogue is None:
+        own |= {"prompt_ids": None, "prompt": None}
+    return dataclasses.replace(completion, **own)

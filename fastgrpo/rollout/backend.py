@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from fastgrpo.data.records import Dialogue, Sample
+from fastgrpo.data.records import Dialogue, Prompt, Sample, StopReason
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.sampling import SamplingParams, integer, integers
 
@@ -238,3 +238,92 @@ class RolloutBackend(ABC):
             for request_id in list(self.unfinished):
                 self.abort_request(request_id)
         return [rollout for request_id in request_ids for rollout in groups[request_id]]
+
+
+APART = 32  # bits of the number of a group, in the request_id of a completion whose prompt differs from the others
+
+
+def draw_groups(
+    engine: RolloutBackend,
+    groups: Mapping[int, Sequence[Prompt]],
+    sampling: SamplingParams,
+    count: int | None = None,
+    finished: Callable[[int, list[Sample]], object] | None = None,
+    progress: Callable[[float], object] | None = None,
+) -> tuple[dict[int, list[Sample]], int]:
+    """Draw a completion of each prompt until `count` groups have finished, and abort the others.
+
+    Completions of a group share their prompt if it is the same. A completion with tools is shorter than max_tokens if
+    the context of the model requires it.
+
+    Args:
+        engine: An idle backend.
+        groups: The prompts of the completions of each group, by the number of the group.
+        sampling: Sampling parameters.
+        count: How many groups are wanted. None means all.
+        finished: Called with the number and the samples of each wanted group as soon as it has finished.
+        progress: Called with the share of the work done since the last call.
+
+    Returns:
+        The samples of the wanted groups in rising order, and the number of tokens drawn of the others.
+    """
+    count, parts, done, lost = len(groups) if count is None else count, {i: {} for i in groups}, {}, 0
+    work = left = 0
+    try:
+        for i, prompts in groups.items():
+            _request(engine, i, prompts, sampling)
+        work = left = engine.work_left()
+        while len(done) < count:
+            outputs = engine.step()
+            engine.check_finite(outputs)
+            for request_id, samples in outputs.items():
+                i, number = request_id % 2**APART, request_id >> APART
+                parts[i] |= {
+                    number + j: _limited(sample, sampling, engine.policy.context) for j, sample in enumerate(samples)
+                }
+                if len(parts[i]) < len(groups[i]):
+                    continue
+                samples = [sample for _, sample in sorted(parts[i].items())]
+                if len(done) < count:
+                    done[i] = samples
+                    if finished is not None:
+                        finished(i, samples)
+                else:  # it finished in the same step as the last one that was wanted
+                    lost += sum(len(sample.drawn) for sample in samples)
+            if progress is not None:
+                progress((left - engine.work_left()) / work)
+                left = engine.work_left()
+    finally:
+        for request_id in list(engine.unfinished):
+            lost += engine.abort_request(request_id)
+    return dict(sorted(done.items())), lost
+
+
+def _request(engine, i, prompts, sampling):
+    """Request the completions of a group: together if their prompts are the same, else one by one."""
+    if prompts[0].dialogue is None:
+        engine.add_request(prompts[0].ids, len(prompts), sampling, request_id=i)
+        return
+    limits = []
+    for prompt in prompts:
+        room = sampling.max_tokens if engine.policy.context is None else engine.policy.context - len(prompt.ids)
+        if room < 1:
+            raise ValueError(
+                f"a prompt has {len(prompt.ids)} tokens with what the environment added, and the model's context is "
+                f"{engine.policy.context}; shorten what reset returns"
+            )
+        limits.append(min(sampling.max_tokens, room))
+    if all(prompt.ids == prompts[0].ids for prompt in prompts):
+        dialogues = [prompt.dialogue for prompt in prompts]
+        engine.add_request(prompts[0].ids, len(prompts), sampling, i, limits, dialogues)
+        return
+    for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        engine.add_request(prompt.ids, 1, sampling, i + (number << APART), [limit], [prompt.dialogue])
+
+
+def _limited(sample, sampling, context):
+    """Name the limit that ended a completion with tools."""
+    if sample.dialogue is None or sample.finish_reason != StopReason.LENGTH or context is None:
+        return sample
+    shortened = context - len(sample.prompt_ids) < sampling.max_tokens
+    return dataclasses.replace(sample, finish_reason=StopReason.CONTEXT) if shortened else sample

@@ -32,6 +32,8 @@ from fastgrpo.run.curves import PANELS, Panel
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from fastgrpo.tools.environments import Environments
+
 
 @dataclass(frozen=True)
 class Task:
@@ -46,6 +48,8 @@ class Task:
             the task has none.
         steps_reward: Returns 1.0 for a completion whose written steps are right. `distill` keeps only these; other
             commands call it if --reward_funcs names it. None if the task cannot check steps.
+        tools: Functions that the model may call.
+        environment: Makes the environment of a completion, or None.
     """
 
     train: Callable[[], Source]
@@ -53,6 +57,8 @@ class Task:
     reward_funcs: list[Callable]
     supervised: Callable[[], Sequence[dict]] | None = None
     steps_reward: Callable | None = None
+    tools: Sequence[Callable] = ()
+    environment: Callable | None = None
 
 
 def find_task(name: str) -> ModuleType:
@@ -94,9 +100,9 @@ def reward_functions(task: Task, config: Any) -> list[Callable]:
     return [find_reward(name, known, code, prm) for name in config.reward_funcs] or task.reward_funcs
 
 
-def needed_rewards(task: Task, config: Any) -> list[Callable]:
-    """Return the reward functions of a command that requires them."""
-    functions = reward_functions(task, config)
+def needed_rewards(task: Task, config: Any, environments: "Environments | None" = None) -> list[Callable]:
+    """Return the reward functions of a command that requires them: those of the settings, and of the environments."""
+    functions = [*reward_functions(task, config), *(environments.rewards if environments else ())]
     if not functions:
         raise ValueError(f"task {config.task} has no reward functions of its own: pass --reward_funcs module:function")
     return functions

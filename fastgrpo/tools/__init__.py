@@ -4,10 +4,14 @@ Names and meaning are those of TRL. `find_tools` and `find_environment` find the
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from fastgrpo.rewards import imported
 
-__all__ = ["find_environment", "find_tools"]
+if TYPE_CHECKING:
+    from fastgrpo.tools.environments import Environments
+
+__all__ = ["find_environment", "find_environments", "find_tools"]
 
 
 def find_tools(specs: Sequence[str]) -> list[Callable]:
@@ -25,3 +29,15 @@ def find_environment(spec: str) -> Callable | Mapping[str, Callable]:
     if not callable(found) and not isinstance(found, Mapping):
         raise ValueError(f"environment {spec!r} is a {type(found).__name__}, not a class, a function or a dict of them")
     return found
+
+
+def find_environments(
+    config: Any, tools: Sequence[Callable] = (), environment: Callable | Mapping[str, Callable] | None = None
+) -> "Environments | None":
+    """Return the tools and environments of the settings; without them, the given ones. None if there are none."""
+    from fastgrpo.tools.environments import Environments
+
+    tools = find_tools(config.tools) or list(tools)
+    if config.environment is not None:
+        environment = find_environment(config.environment)
+    return Environments(environment, tools, config.tool_timeout) if tools or environment is not None else None

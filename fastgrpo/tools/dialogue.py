@@ -53,6 +53,16 @@ class Dialogue:
         self.pending, self.reason = None, None
 
     @property
+    def prompt(self) -> list[dict]:
+        """The messages before the completion."""
+        return self.episode.messages
+
+    @property
+    def environment(self) -> Any:
+        """Its environment, or None."""
+        return self.episode.environment
+
+    @property
     def quick(self) -> bool:
         """Whether the tools have always answered within a moment."""
         return self.episode.box.quick

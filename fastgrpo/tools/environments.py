@@ -150,15 +150,18 @@ class Environments:
 
     def _arguments(self, name, row, seed):
         """Return the arguments of a reset."""
-        given = {column: copied(value) for column, value in row.items() if not (self.routed and column == COLUMN)}
-        if "seed" in self.resets[name].parameters:
+        parameters = self.resets[name].parameters
+        every = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        row = {column: value for column, value in row.items() if not (self.routed and column == COLUMN)}
+        given = {column: copied(value) for column, value in row.items() if every or column in parameters}
+        if "seed" in parameters:
             given.setdefault("seed", seed)
         try:
             self.resets[name].bind(**given)
         except TypeError as error:
             raise ValueError(
-                f"reset{self.resets[name]} of an environment is called with every column of the row, and cannot be: "
-                f"{error}; let it take the columns that it reads, and **columns"
+                f"reset{self.resets[name]} of an environment cannot take the columns {', '.join(row)}: {error}; let it "
+                "need only columns that the rows have"
             ) from None
         return given
 

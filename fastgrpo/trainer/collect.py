@@ -21,23 +21,22 @@ from itertools import chain, compress, repeat
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.data.prompts import to_prompt
-from fastgrpo.data.records import Sample, TrainerState
+from fastgrpo.data.records import Prompt, Sample, TrainerState
 from fastgrpo.data.sources import Source
 from fastgrpo.data.token_text import TokenText
 from fastgrpo.loss.advantages import decoupled_advantages, group_advantages, process_advantages
 from fastgrpo.policy.fit import check_prompts
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Judging, Rewards, reward_matrix
-from fastgrpo.rollout.backend import RolloutBackend
+from fastgrpo.rollout.backend import RolloutBackend, draw_groups
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.log import RunLog
 from fastgrpo.run.metrics import SAMPLE_COLUMNS
 from fastgrpo.run.profiling import StageTimer
 from fastgrpo.run.resume import digest_of_rows
+from fastgrpo.tools.prompts import Prompts
 
 # The distance between the seeds of two batches of one step. torch's CPU generator reads 32 bits of a seed. Modulo
 # 2**32, the multiples of the golden ratio stay far from one another, and so from the seeds of the next steps.
@@ -50,16 +49,18 @@ class Collector:
     def __init__(
         self,
         source: Source,
-        tokenizer: PreTrainedTokenizerBase,
+        prompts: Prompts,
         engine: RolloutBackend,
         rewards: Rewards,
         sampling: SamplingParams,
         args: GRPOConfig,
         timer: StageTimer,
         ranks: Ranks = ALONE,
+        rollout_func: Callable[[list], Mapping[str, list]] | None = None,
     ):
-        self.source, self.tokenizer, self.engine, self.rewards = source, tokenizer, engine, rewards
+        self.source, self.prompts, self.engine, self.rewards = source, prompts, engine, rewards
         self.sampling, self.args, self.timer, self.ranks = sampling, args, timer, ranks
+        self.rollout_func = rollout_func
         self.stepped = False  # whether any function has logged step rewards
 
     def __call__(self, state: TrainerState) -> tuple[list[Sample], dict[str, float]]:
@@ -102,7 +103,7 @@ class Collector:
             samples[i] = dataclasses.replace(sample, trained=True)
         state.count(taken, sum(map(len, samples)) + lost, of=len(self.source))
         metrics = dict(counts) | {name: sum(values) / len(values) for name, values in logged.items()}
-        metrics |= length_metrics(samples) | _means(live)
+        metrics |= length_metrics(samples) | self.prompts.metrics(samples) | _means(live)
         metrics |= reward_metrics(samples, self.rewards.total(reward_matrix(samples)), spread)
         if args.dynamic_sampling:
             metrics |= {
@@ -126,23 +127,24 @@ class Collector:
                 f"the source of training rows ({type(self.source).__name__}) gave {len(rows)} rows for take({taken}); "
                 "let it begin again at its end"
             )
-        prompts = [to_prompt(row, self.tokenizer, self.args.template_kwargs) for row in rows]
+        prompts = [self.prompts(row) for row in rows]
         check_prompts(prompts, self.engine.policy, self.args.max_completion_length)
         seed = self.args.seed * 1_000_003 + state.global_step + batch * BATCH_STRIDE
         # Each batch begins at another rank, so that the few prompts of refills do not all fall to the same one.
         mine = [i for i in range(taken) if (i + batch) % self.ranks.size == self.ranks.rank]
         wanted = sum(i < count for i in mine)
-        judging = Judging(self.rewards, prompts, self.tokenizer, state, self.ranks)
+        judging = Judging(self.rewards, prompts, self.prompts.tokenizer, state, self.ranks)
         with self.timer.stage("rollout"):
+            place = state.global_step, batch
+            groups = self.prompts.start({i: prompts[i] for i in mine}, self.args.num_generations, *place)
             with self.engine.policy.gather():
-                _, lost = first_finished(
-                    self.engine,
-                    {i: prompts[i].ids for i in mine},
-                    self.args.num_generations,
-                    dataclasses.replace(self.sampling, seed=seed),
-                    wanted,
-                    judging.add,
-                )
+                if self.rollout_func is not None:
+                    lost = 0
+                    for i, samples in rolled_out(self.rollout_func, groups).items():
+                        judging.add(i, samples)
+                else:
+                    sampling = dataclasses.replace(self.sampling, seed=seed)
+                    _, lost = draw_groups(self.engine, groups, sampling, wanted, judging.add)
             # All ranks wait for the slowest here, so that the time of the stage is that of the whole rollout.
             told = self.engine.metrics() if wanted else {}, lost, digest_of_rows(rows)
             live, lost, digests = zip(*self.ranks.gather(told, "what the rollouts measured"), strict=True)
@@ -153,6 +155,7 @@ class Collector:
             )
         with self.timer.stage("reward"):
             judged = judging.result()
+            self.prompts.finish(groups)
         self._need_steps(judged)
         return judged, _means(list(filter(None, live))), sum(lost)
 
@@ -186,37 +189,42 @@ def _means(measured):
     }
 
 
-def first_finished(
-    engine: RolloutBackend,
-    prompts: Mapping[int, Sequence[int]],
-    num_generations: int,
-    sampling: SamplingParams,
-    count: int,
-    finished: Callable[[int, list[Sample]], object] | None = None,
-) -> tuple[dict[int, list[Sample]], int]:
-    """Draw completions of all prompts until `count` prompts have finished, and abort the others.
+def rolled_out(
+    function: Callable[[list], Mapping[str, list]], groups: Mapping[int, Sequence[Prompt]]
+) -> dict[int, list[Sample]]:
+    """Generate completions by TRL's `rollout_func` instead of the engine.
 
-    `finished` is called with the request_id and the rollouts of each of these prompts as soon as it has finished.
-    Return these rollouts by request_id, in rising order, and the number of tokens that were drawn of the others.
+    Raises:
+        ValueError: It returned something else than lists with one item per prompt.
     """
-    groups, lost = {}, 0
-    try:
-        for request_id, prompt in prompts.items():
-            engine.add_request(prompt, num_generations, sampling, request_id=request_id)
-        while len(groups) < count:
-            done = engine.step()
-            engine.check_finite(done)
-            for request_id, rollouts in done.items():
-                if len(groups) < count:
-                    groups[request_id] = rollouts
-                    if finished is not None:
-                        finished(request_id, rollouts)
-                else:  # it finished in the same step as the last one that was wanted
-                    lost += sum(len(rollout.ids) for rollout in rollouts)
-    finally:
-        for request_id in list(engine.unfinished):
-            lost += engine.abort_request(request_id)
-    return dict(sorted(groups.items())), lost
+    prompts = [prompt for group in groups.values() for prompt in group]
+    returned = dict(function([prompt.prompt for prompt in prompts]))
+    needed = ("prompt_ids", "completion_ids", "logprobs")
+    lacking = [name for name in needed if returned.get(name) is None]
+    if lacking:
+        raise ValueError(f"rollout_func must return {', '.join(needed)}; {', '.join(lacking)} is missing")
+    wrong = {name: len(values) for name, values in returned.items() if len(values) != len(prompts)}
+    if wrong:
+        raise ValueError(f"rollout_func must return one item per prompt, {len(prompts)} here, got {wrong}")
+    masks = returned.pop("env_mask", None) or [None] * len(prompts)
+    ids, drawn, logprobs = ([list(item) for item in returned.pop(name)] for name in needed)
+    samples = []
+    for i, prompt in enumerate(prompts):
+        mask = None if masks[i] is None or all(masks[i]) else [int(bool(own)) for own in masks[i]]
+        lengths = {len(drawn[i]), len(logprobs[i]), len(mask or drawn[i])}
+        if len(lengths) > 1 or not drawn[i] or (mask and not any(mask)):
+            raise ValueError(
+                f"completion {i} of rollout_func must have at least one drawn token, and as many logprobs and env_mask "
+                f"as tokens; got {len(drawn[i])} tokens, {len(logprobs[i])} logprobs and {len(mask or drawn[i])} "
+                f"values of env_mask, of which {sum(mask or [1] * len(drawn[i]))} are drawn"
+            )
+        logps = torch.tensor(list(compress(logprobs[i], mask or repeat(1))), dtype=torch.float32)
+        own = {name: values[i] for name, values in returned.items()}
+        samples.append(
+            Sample(ids[i], drawn[i], logps=logps, sampler_logps=logps, tool_mask=mask, columns=prompt.columns | own)
+        )
+    size = len(prompts) // max(len(groups), 1)
+    return {i: samples[at * size : (at + 1) * size] for at, i in enumerate(groups)}
 
 
 def with_advantages(

@@ -7,6 +7,7 @@ Supervised training (`supervised.py`) uses the same loop with its own collect an
 """
 
 import dataclasses
+import functools
 import logging
 import math
 import sys
@@ -44,6 +45,9 @@ from fastgrpo.run.resume import digest_of_rows, inputs_of, may_go_on, refuse_dif
 from fastgrpo.run.signals import StopSignals
 from fastgrpo.run.snapshot import GlobalRNG, HostCopies, Snapshot, restore
 from fastgrpo.run.terminal import is_terminal
+from fastgrpo.tools import find_environments
+from fastgrpo.tools.environments import Environments
+from fastgrpo.tools.prompts import Prompts
 from fastgrpo.trainer.callbacks import Arguments, Callbacks
 from fastgrpo.trainer.collect import Collector, log_samples, rates, with_advantages
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
@@ -66,20 +70,25 @@ class GRPOTrainer:
         args: The settings, or None for the defaults.
         train_dataset: Rows with a `prompt` column (a list of dicts, a datasets.Dataset, a pandas.DataFrame), or a
             `Source` of them. Of an IterableDataset, only the rows that max_steps can need are read. All rows are
-            validated here.
+            validated here. With environment_factory, the column and the rows may be left out; without rows, max_steps
+            is needed.
         eval_dataset: Held-out rows, or a dict of them by name, validated here too, or None for no evaluation. Of an
             IterableDataset, max_eval_samples rows are read.
         processing_class: The tokenizer, or None for the model's.
         reward_processing_classes: The tokenizers of reward models, one for each of reward_funcs. None, also in the
             list, means the model's.
         callbacks: Callbacks of transformers, as instances or classes.
-        optimizers: Not supported, like TRL's `quantization_config`, `tools`, `rollout_func` and `environment_factory`.
+        optimizers: Not supported, like TRL's `quantization_config`.
         quantization_config: Not supported.
         peft_config: A `peft.LoraConfig`, instead of the settings use_peft, lora_r, lora_alpha and
             lora_target_modules.
-        tools: Not supported.
-        rollout_func: Not supported.
-        environment_factory: Not supported.
+        tools: Functions that the model may call while it generates, with type annotations and Google docstrings; plain
+            or async.
+        rollout_func: A function `f(prompts, trainer)` that generates the completions instead of the engine. It returns
+            a dict with lists of `prompt_ids`, `completion_ids`, `logprobs` and optionally `env_mask`, which is 0 for
+            tokens that the model did not draw. Reward functions get its other keys as columns.
+        environment_factory: Makes the environment of a completion, see `fastgrpo.tools.environments.Environments`; or a
+            dict of such by name, and the column `environment` of a row chooses.
         log: A `RunLog` that has already claimed its folder. None creates one from args.
         panels: Panels of the run's plot.
 
@@ -114,23 +123,26 @@ class GRPOTrainer:
         log: RunLog | None = None,
         panels: Sequence[Panel] = PANELS,
     ):
-        setup.refuse_given(
-            optimizers, quantization_config=quantization_config, tools=tools, rollout_func=rollout_func,
-            environment_factory=environment_factory,
-        )  # fmt: skip
+        setup.refuse_given(optimizers, quantization_config)
         model, args, wrapper = setup.with_adapters(
             model, peft_config, setup.checked(args, processing_class, self.config_class)
         )
         self.args, self.train_dataset, self.eval_dataset = args, train_dataset, eval_dataset
         self.ranks = ranks = join(args.device, args.ddp_timeout)
+        self.environments, self.rollout_func = self._make_environments(tools, environment_factory), rollout_func
+        if train_dataset is None and self.environments is not None and self.environments.resets and args.max_steps > 0:
+            train_dataset = [{}] * args.rows_per_step  # the environments write the prompts
         if train_dataset is None:
-            raise ValueError(f"train_dataset is needed: {self.needed_rows}")
+            remedy = "; or set max_steps, and let the environment write the prompts" if self.environments else ""
+            raise ValueError(f"train_dataset is needed: {self.needed_rows}{remedy}")
         self.source = as_source(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset, needed=self._most_rows())
         train_rows = as_rows(self.source.rows, "train_dataset.rows")
         self.held_out = setup.read_held_out(eval_dataset, args.max_eval_samples)
         self.rewards = self._make_rewards(reward_funcs, reward_processing_classes)
         self.made = made = setup.make_policy(model, processing_class, args, ranks, wrapper, self.rewards)
         self.policy, self.tokenizer, self.plan = made.policy, made.tokenizer, made.plan
+        stops = stop_token_ids(self.policy, self.tokenizer)
+        self.prompts = Prompts.of(self.tokenizer, args, self.environments, stops)
         if self.rewards is not None:
             reads_steps = getattr(args, "process_rewards", "outcome") == "token"  # step rewards per token
             place = self.rewards.device(self.policy.device, args.reward_device)
@@ -148,7 +160,6 @@ class GRPOTrainer:
             is_world_process_zero=ranks.lead, is_local_process_zero=ranks.lead,
         )  # fmt: skip
         self.timer = StageTimer(self.policy.device, peak_flops(self.policy.device, self.policy.dtype))
-        stops = stop_token_ids(self.policy, self.tokenizer)
         self.sampling = SamplingParams(max_tokens=args.max_completion_length, stop_token_ids=stops)
         self.optimizer = MasterAdamW(
             self.policy.module, learning_rate=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2),
@@ -194,13 +205,20 @@ class GRPOTrainer:
         batches = args.dynamic_sampling or 1
         return args.max_steps * batches * args.oversampled(args.prompts_per_step) if args.max_steps > 0 else None
 
+    def _make_environments(self, tools, factory) -> Environments | None:
+        return factory if isinstance(factory, Environments) else find_environments(self.args, tools or (), factory)
+
     def _make_rewards(self, reward_funcs, tokenizers) -> Rewards | None:
         if isinstance(reward_funcs, Rewards):
             return reward_funcs
-        args = self.args
+        args, own = self.args, self.environments.rewards if self.environments else []
         options = prm_options(args, reward_funcs)
-        functions = find_rewards(reward_funcs, tokenizers, args.template_kwargs, args.trust_remote_code, options)
-        return Rewards(functions, args.reward_weights, shaping=shaping(args), **rewards_settings(args))
+        if reward_funcs is None and own:
+            functions = []
+        else:
+            functions = find_rewards(reward_funcs, tokenizers, args.template_kwargs, args.trust_remote_code, options)
+        weights = args.reward_weights and [*args.reward_weights, *[1.0] * len(own)]
+        return Rewards([*functions, *own], weights, shaping=shaping(args), **rewards_settings(args))
 
     def _check_rows(self, train_rows: Rows) -> None:
         """Validate all rows that a later step or evaluation may use."""
@@ -210,8 +228,7 @@ class GRPOTrainer:
 
     def _check_prompts(self, train_rows):
         for rows in (train_rows, *self.held_out.values()):
-            limit, template_kwargs = self.args.max_completion_length, self.args.template_kwargs
-            check_rows(rows, self.tokenizer, self.policy, limit, self._shows_bars, template_kwargs)
+            check_rows(rows, self.prompts, self.policy, self.args.max_completion_length, self._shows_bars)
 
     @property
     def _shows_bars(self):  # used before the log exists
@@ -228,9 +245,11 @@ class GRPOTrainer:
             self.sampling, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p or 0.0,
             repetition_penalty=args.repetition_penalty,
         )  # fmt: skip
+        rollout_func = self.rollout_func and functools.partial(self.rollout_func, trainer=self)
         self.collector = Collector(
-            self.source, self.tokenizer, self.engine, self.rewards, self.sampling, args, self.timer, self.ranks
-        )
+            self.source, self.prompts, self.engine, self.rewards, self.sampling, args, self.timer, self.ranks,
+            rollout_func,
+        )  # fmt: skip
         self.reference = make_reference(
             self.policy, args.beta, device="cpu" if args.ref_storage == "cpu" else None,
             quantization=None if args.ref_storage == "cpu" else args.ref_storage, moving=args.sync_ref_model,
@@ -505,7 +524,7 @@ class GRPOTrainer:
         with self.log.terminal.share("evaluate") as progress, self.ranks.waiting(where):
             result = evaluate(
                 self.engine, self.tokenizer, rows, self.rewards, sampling, self.state, progress,
-                args.eval_num_generations, self.ranks, args.template_kwargs,
+                args.eval_num_generations, self.ranks, source=self.prompts,
             )  # fmt: skip
         told = result.summary(self.told)
         result = setup.renamed(result, prefix)

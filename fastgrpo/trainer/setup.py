@@ -33,15 +33,8 @@ from fastgrpo.run.profiling import needed_steps
 from fastgrpo.run.resume import digest_of_weights, refuse_differences
 from fastgrpo.trainer.memory import MemoryPlan, choose_parallel, plan_run
 
-NOT_YET = {
-    "tools": "use single-turn prompts",
-    "rollout_func": "use the engine",
-    "environment_factory": "pass the prompts as train_dataset and score completions with reward_funcs",
-    "quantization_config": "load the model without quantization; to save memory pass peft_config",
-}
 
-
-def refuse_given(optimizers: Any, **given: Any) -> None:
+def refuse_given(optimizers: Any, quantization_config: Any) -> None:
     """Raise for arguments of TRL's trainer that are not supported."""
     if optimizers is not None and any(given is not None for given in optimizers):
         raise ValueError(
@@ -49,9 +42,11 @@ def refuse_given(optimizers: Any, **given: Any) -> None:
             "learning_rate, weight_decay, adam_beta1, adam_beta2, adam_epsilon, lr_scheduler_type and warmup_steps "
             "instead"
         )
-    for name, value in given.items():
-        if value is not None and value != []:
-            raise ValueError(f"{name} is not supported yet; omit it, and {NOT_YET[name]}")
+    if quantization_config is not None:
+        raise ValueError(
+            "quantization_config is not supported; load the model without quantization, and pass peft_config to save "
+            "memory"
+        )
 
 
 def checked(args: Any, tokenizer: Any, kind: type[TrainingConfig]) -> TrainingConfig:

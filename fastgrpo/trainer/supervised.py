@@ -68,6 +68,9 @@ class SFTTrainer(GRPOTrainer):
     def _most_rows(self):
         return self.args.max_steps * self.args.batch_size if self.args.max_steps > 0 else None
 
+    def _make_environments(self, tools, factory):
+        return None
+
     def _make_rewards(self, reward_funcs, tokenizers):
         if isinstance(self.source, Curriculum):
             raise ValueError(

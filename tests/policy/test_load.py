@@ -23,6 +23,7 @@ from fastgrpo.policy.load import (
     stop_token_ids,
 )
 from fastgrpo.policy.model import Policy
+from fastgrpo.tools.prompts import Prompts
 
 
 @pytest.mark.parametrize(
@@ -188,14 +189,14 @@ def test_a_package_that_does_not_load_is_named_with_the_reason(tmp_path, monkeyp
 def test_prompts_that_do_not_fit_name_their_row():
     policy, tokenizer = Policy(tiny.model(vocab_size=258)), tiny.tokenizer(chat=True)  # a context of 256
     good = {"prompt": "ab", "n": 1}
-    (prompt,) = prompts_of([good], tokenizer, policy, 6)
+    (prompt,) = prompts_of([good], Prompts(tokenizer), policy, 6)
     assert prompt == Prompt(tokenizer("ab")["input_ids"], "ab", {"n": 1})
     for row, match in (
         ({"prompt": "c" * 60}, "'cc.*max_completion_length=200 it exceeds"), ({"question": "?"}, "'prompt'"),
         ({"prompt": ""}, "no tokens"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"data row 1: .*{match}"):
-            check_rows([good, row], tokenizer, policy, 200)
+            check_rows([good, row], Prompts(tokenizer), policy, 200)
 
 
 def test_character_models_follow_their_seed_and_refuse_unknown_characters():
@@ -206,8 +207,8 @@ def test_character_models_follow_their_seed_and_refuse_unknown_characters():
     assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id) == (4, 0, 0)
     assert all(map(torch.equal, first.parameters(), again.parameters()))
     assert not all(map(torch.equal, first.parameters(), other.parameters()))
-    check_rows([{"prompt": "ab="}, {"prompt": "a<eos>b"}], tokenizer, Policy.of(first), 8)
+    check_rows([{"prompt": "ab="}, {"prompt": "a<eos>b"}], Prompts(tokenizer), Policy.of(first), 8)
     with pytest.raises(ValueError, match=r"data row 1: .*'!z'"):
-        check_rows([{"prompt": "ab="}, {"prompt": "ab!z="}], tokenizer, Policy.of(first), 8)
+        check_rows([{"prompt": "ab="}, {"prompt": "ab!z="}], Prompts(tokenizer), Policy.of(first), 8)
     with pytest.raises(ValueError, match=r"data row 0: the completion .*'!z'"):
         list(examples_of([{"prompt": "ab=", "completion": "ab!z="}], tokenizer, Policy.of(first), [0]))

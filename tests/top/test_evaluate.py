@@ -14,28 +14,36 @@ from fastgrpo.data.records import TrainerState
 from fastgrpo.evaluate import main, parse
 from fastgrpo.evaluation.estimators import wilson
 from fastgrpo.evaluation.heldout import evaluate
-from fastgrpo.policy.model import Policy
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.gsm8k import correctness, format_reward
+from fastgrpo.rollout.backend import RolloutBackend
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 
 STATE = TrainerState(0, 0, 0.0, 8)
 
 
-class Script:
+class Script(RolloutBackend):
     """An engine with given completions: the greedy ones, then the sampled ones."""
 
     def __init__(self, greedy, draws):
-        self.policy, self.tokenizer = Policy(tiny.model(vocab_size=258)), tiny.tokenizer()
-        self.texts, self.samplings = [greedy, draws], []
+        super().__init__(tiny.model(vocab_size=258))
+        self.tokenizer, self.texts, self.samplings = tiny.tokenizer(), [greedy, draws], []
 
-    def generate(self, prompts, num_generations, sampling, progress, request_ids):
-        self.samplings.append(sampling)
-        texts = self.texts.pop(0)
-        assert len(texts) == len(prompts) * num_generations
-        ids = [self.tokenizer(text)["input_ids"] for text in texts]
-        return [drawn(i, reason="length" if len(i) > 30 else "stop") for i in ids]
+    def _stop(self, request):
+        raise AssertionError("nothing is aborted")
+
+    def step(self):
+        texts = iter(self.texts.pop(0))
+        self.samplings.append(self.waiting[0].sampling)
+        outputs = {}
+        for request in self.waiting:
+            ids = [self.tokenizer(next(texts))["input_ids"] for _ in request.limits]
+            outputs[request.request_id] = [drawn(i, reason="length" if len(i) > 30 else "stop") for i in ids]
+        assert next(texts, None) is None
+        self.waiting.clear()
+        self.unfinished.clear()
+        return outputs
 
 
 def measured():
