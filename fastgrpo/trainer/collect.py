@@ -385,7 +385,8 @@ def sample_rows(step: int, group: int, samples: Sequence[Sample], text: TokenTex
             [round(value, 4) for value in sample.logps.tolist()],
             *((*seen, clipped) if seen else ()),
         )
-        yield dict(zip(SAMPLE_COLUMNS, values, strict=False)) | sample.extras
+        calls = {} if sample.dialogue is None else {"calls": sample.dialogue.calls}
+        yield dict(zip(SAMPLE_COLUMNS, values, strict=False)) | calls | sample.extras
 
 
 def rates(tokens: int, rollout_seconds: float, seconds: float) -> dict[str, float]:
