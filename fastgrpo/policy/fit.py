@@ -1,7 +1,7 @@
 """Checks that prompts fit the policy. All rows are checked before the first step, not in the middle of a run."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -10,9 +10,6 @@ from fastgrpo.data.prompts import shortened, to_examples
 from fastgrpo.data.records import Prompt, Sample
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.policy.model import Policy
-
-if TYPE_CHECKING:
-    from fastgrpo.tools.prompts import Prompts
 
 BAR = {"delay": 2, "leave": False, "dynamic_ncols": True}  # settings of the progress bar
 
@@ -39,11 +36,11 @@ def _refuse_unknown(text, ids, tokenizer, name="prompt"):
 
 def prompts_of(
     rows: Sequence[dict] | Rows,
-    source: "Prompts",
+    source: Any,
     policy: Policy,
     max_tokens: int,
 ) -> Iterator[Prompt]:
-    """Tokenize every row and check its prompt."""
+    """Tokenize every row with a `fastgrpo.tools.prompts.Prompts`, and check its prompt."""
 
     def fitting(row):
         prompt = source(row)
@@ -56,12 +53,12 @@ def prompts_of(
 
 def check_rows(
     rows: Sequence[dict] | Rows,
-    source: "Prompts",
+    source: Any,
     policy: Policy,
     max_tokens: int,
     shown: bool = True,
 ) -> None:
-    """Check every row."""
+    """Check every row. `source` is a `fastgrpo.tools.prompts.Prompts`."""
     prompts = prompts_of(rows, source, policy, max_tokens)
     for _ in tqdm(prompts, desc="check prompts", total=len(rows), disable=not shown, **BAR):
         pass

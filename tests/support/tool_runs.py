@@ -52,8 +52,6 @@ def reward(completions, **_):
 class CountingBuilder:
     """A turn of an odd number of tokens calls `count` with their sum; the answer is its text in brackets."""
 
-    template_kwargs = {}
-
     def __init__(self, tokenizer, tools=(), template_kwargs=None, stop_token_ids=()):
         self.tokenizer, self.counts = tokenizer, Counts()
 
