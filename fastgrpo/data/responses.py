@@ -143,6 +143,8 @@ def written(text: str, tools: Sequence[dict]) -> tuple[str, Calls, bool]:
         split = values.split(",", max(len(types) - 1, 0)) if values else []
         arguments = {name: _typed(value.strip(), types[name]) for name, value in zip(types, split, strict=False)}
         try:
+            if values and not types:
+                raise ValueError("the tool takes no arguments")
             calls.append(_checked({"name": found[1], "arguments": arguments}))
         except (ValueError, RecursionError):
             return text, calls, True

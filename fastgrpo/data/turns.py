@@ -305,9 +305,10 @@ def _bridge(template):
     expected = template.suffix(answers)[1:]
     try:
         renderer = create_renderer(template.tokenizer)
-        if all(tail(prompt, template.drawn(turn), answers) == expected for turn in turns):
-            return tail
+        fault = any(tail(prompt, template.drawn(turn), answers) != expected for turn in turns)
     except Exception as error:  # such as a special token that the tokenizer lacks
-        logger.info("the package renderers fails for %s: %r", template.tokenizer.name_or_path, error)
-    logger.info("the package renderers does not agree with the chat template, and is not used")
-    return None
+        fault = error
+    if fault:
+        reason = "does not agree with the chat template" if fault is True else f"fails: {fault!r}"
+        logger.info("the package renderers is not used for %s: it %s", template.tokenizer.name_or_path, reason)
+    return None if fault else tail

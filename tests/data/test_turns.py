@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers.utils import get_json_schema
 
+from fastgrpo.data.prompts import to_examples
 from fastgrpo.data.responses import to_call
 from fastgrpo.data.turns import TurnBuilder
 from fastgrpo.policy.characters import CHAT_TEMPLATE, character_tokenizer
@@ -213,6 +214,11 @@ def test_models_of_characters_call_tools():
     assert made.decode(builder.answer(prompt, drawn, message, answers("7"))) == "7<eos>"
     assert builder.parse(made("7<eos>")["input_ids"]).message == {"role": "assistant", "content": "7"}
     assert builder.parse(made("add(3,4<eos>")["input_ids"]).malformed
+    talk = [{"role": "user", "content": "3+4?"}, message, *answers("7"), {"role": "assistant", "content": "7"}]
+    examples = to_examples({"messages": talk}, made, template_kwargs=builder.template_kwargs)
+    shown = [(made.decode(each.prompt_ids), made.decode(each.ids)) for each in examples]
+    asked = "look<eos>add<eos>3+4?<eos>"
+    assert shown == [(asked, "add(3,4)<eos>"), (f"{asked}add(3,4)<eos>7<eos>", "7<eos>")]
 
 
 @pytest.mark.parametrize("agrees", [True, False])
