@@ -55,22 +55,32 @@ class Case:
         return dataclasses.replace(self, parallel="ddp", budget=WHOLE)
 
 
-def group(rng, prompt, lengths, advantages, **more):
+def group(rng, prompt, lengths, advantages, turns=False, **more):
+    """A group of completions; with `turns`, those of more than four tokens have two answers of tools."""
     ids = [rng.randint(2, 63) for _ in range(prompt)]
     return [
-        Sample(ids, [rng.randint(2, 63) for _ in range(length)], advantage, **more)
-        for length, advantage in zip(lengths, advantages, strict=True)
+        Sample(
+            ids, [rng.randint(2, 63) for _ in range(n)], advantage, tool_mask=two_answers(n) if turns else None, **more
+        )
+        for n, advantage in zip(lengths, advantages, strict=True)
     ]
 
 
+def two_answers(length):
+    if length < 5:
+        return None
+    return [0 if i in (1, 3) or length // 3 < i < length // 2 else 1 for i in range(length)]
+
+
 def samples_of(name):
-    """Groups of very different lengths ("ragged", one without spread and one masked), and three odd ones."""
+    """Groups of very different lengths ("ragged": one without spread, one masked, two with tools), and odd ones."""
     rng = random.Random(1)
     if name == "ragged":
         return [
-            group(rng, 5, (1, 1, 2), (1.0, -0.5, -0.5)), group(rng, 9, (120, 3, 60), (0.7, -1.2, 0.5)),
+            group(rng, 5, (1, 1, 2), (1.0, -0.5, -0.5)), group(rng, 9, (120, 3, 60), (0.7, -1.2, 0.5), turns=True),
             group(rng, 4, (7, 8, 9), (0.0, 0.0, 0.0)), group(rng, 6, (20, 30, 1), (-1.0, 0.4, 0.6)),
-            group(rng, 3, (11, 12, 13), (1.0, -1.0, 0.2), masked=True), group(rng, 8, (16, 5, 40), (1.1, -0.2, -0.9)),
+            group(rng, 3, (11, 12, 13), (1.0, -1.0, 0.2), masked=True),
+            group(rng, 8, (16, 5, 40), (1.1, -0.2, -0.9), turns=True),
         ]  # fmt: skip
     if name == "few":  # without a KL, all ranks but one have nothing to do
         return [group(rng, 4, (6, 6), (0.0, 0.0)), group(rng, 5, (9, 2), (1.5, 0.0))]

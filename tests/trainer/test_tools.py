@@ -3,7 +3,15 @@
 import json
 
 import pytest
+import tiny
+import torch
 from tool_runs import Counter, CountingBuilder, count, make_trainer
+
+from fastgrpo.data.records import Sample
+from fastgrpo.loss.objective import Objective
+from fastgrpo.policy.model import Policy
+from fastgrpo.trainer.optim import MasterAdamW, make_schedule
+from fastgrpo.trainer.update import GRPOUpdate, Learner
 
 
 @pytest.fixture(autouse=True)
@@ -21,3 +29,37 @@ def test_a_run_with_tools(tmp_path, backend, how):
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(line["tools/call_frequency"] > 0 for line in metrics if "tools/call_frequency" in line)
     assert any("tools/call_frequency" in line for line in metrics)
+
+
+@pytest.mark.parametrize("share_prompt", [True, False])
+def test_the_tokens_of_answers_are_attended_to_and_not_learned(share_prompt):
+    """The gradient equals that of -sum_n A_n log p_n / N over the N drawn tokens, from plain logits."""
+    samples = [
+        Sample([5, 6, 7], [9, 10, 11, 12, 13, 14], 1.0, tool_mask=[1, 1, 0, 0, 1, 1]),
+        Sample([5, 6, 7], [20, 21, 22, 23], -0.5, tool_mask=[1, 0, 1, 1]),
+        Sample([5, 6, 7], [30, 31], -0.5),
+        Sample([8], [40, 41, 42, 43, 44], 0.7, tool_mask=[1, 0, 0, 0, 1]),
+    ]
+    policy, plain = Policy(tiny.model("llama")), tiny.model("llama")
+    optimizer = MasterAdamW(policy.module, learning_rate=1e-3)
+    schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
+    learner = Learner(policy, optimizer, schedule, max_grad_norm=0.0, max_tokens=1000, share_prompt=share_prompt)
+    found, step = [], optimizer.step
+
+    def noted(*arguments):
+        found.extend(master.grad.clone() for master in optimizer.masters)
+        return step(*arguments)
+
+    optimizer.step = noted
+    updated, _ = GRPOUpdate(policy, None, learner, Objective("dapo"), temperature=1.0)([samples[:3], samples[3:]])
+    assert [len(sample.weights) for sample in updated] == [4, 3, 2, 2]
+    total = 0.0
+    for sample in samples:
+        ids = torch.tensor([sample.prompt_ids + sample.ids])
+        logps = plain(ids).logits[0, :-1].float().log_softmax(-1)
+        own = logps[range(len(ids[0]) - 1), ids[0, 1:]][len(sample.prompt_ids) - 1 :]
+        mask = torch.tensor(sample.tool_mask or [1] * len(sample.ids))
+        total = total - sample.advantage * (own * mask).sum() / 11
+    total.backward()
+    for gradient, parameter in zip(found, plain.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, atol=1e-6, rtol=1e-5)
