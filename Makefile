@@ -150,7 +150,7 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	touch $@
 
 $(VENV)/.installed-slow: $(VENV)/.installed
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,integrations,rewards,bench,docs,release]'
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,integrations,rewards,bench,docs,release,gym]'
 	touch $@
 
 clean:

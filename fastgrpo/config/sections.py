@@ -3,9 +3,11 @@
 Many settings of the loss are also fields of `fastgrpo.Objective`, under the same names.
 """
 
+import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from fastgrpo.config.fields import (
     Count,
@@ -35,6 +37,11 @@ _ENGINE = "fastgrpo.rollout.engine.RolloutEngine"
 ROLLOUT_BACKENDS = {"fast": _ENGINE, "eager": _ENGINE, "hf": "fastgrpo.rollout.hf.HFBackend"}
 
 
+def _text(value):
+    """Write a dictionary as JSON text."""
+    return json.dumps(value) if isinstance(value, Mapping) else value
+
+
 @settings_class
 class LoadingConfig:
     """Loading of the model."""
@@ -55,8 +62,11 @@ class PromptConfig:
 
     task: str = "arithmetic"
     """Take prompts and rewards from this task: arithmetic, countdown, pizza, bandit or code (built-in examples that
-    need no files); gsm8k; sums (sums and differences with the prompt of gsm8k); or dataset (your rows with a `prompt`
-    column, and rewards from reward_funcs)."""
+    need no files); gsm8k; sums (sums and differences with the prompt of gsm8k); reasoning_gym (generated problems); or
+    dataset (your rows with a `prompt` column, and rewards from reward_funcs)."""
+    reasoning_gym_tasks: Annotated[str, BeforeValidator(_text)] | None = None
+    """Draw problems from these tasks of reasoning-gym, with weights: chain_sum:2,leg_counting; with arguments, as a
+    dictionary or its JSON text: {"chain_sum": {"weight": 2, "max_terms": 3}}."""
     system_prompt: str | None = None
     """Replace the task's system prompt with this text. None keeps it."""
     chat_template_kwargs: Keywords | None = None

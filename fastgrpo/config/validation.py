@@ -12,6 +12,7 @@ from fastgrpo.config.fields import keywords
 
 # The condition, in words that follow "has an effect only if" -> when it holds, and the settings that need it.
 ONLY_WHERE = {
+    "task is reasoning_gym": (lambda s: s.task == "reasoning_gym", "reasoning_gym_tasks"),
     "rollout_backend is not hf": (lambda s: s.rollout_backend != "hf", "rollout_memory_utilization"),
     "use_peft is True": (lambda s: s.use_peft, "lora_r lora_alpha lora_target_modules"),
     "max_steps is -1 (the recipe of a task may set max_steps: pass --max_steps -1)": (

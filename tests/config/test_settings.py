@@ -24,7 +24,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 KNOBS = {field.name for field in dataclasses.fields(Objective)} & set(FIELDS)
 # The settings with which a condition holds, and with which it does not, by the first words of the condition.
 CASES = {
-    "log_completions": ({"log_completions": True}, {}),
+    "log_completions": ({"log_completions": True}, {}), "task is reasoning_gym": ({"task": "reasoning_gym"}, {}),
     "report_to": ({"report_to": ("trackio",)}, {"report_to": ("tensorboard",)}), "use_peft": ({"use_peft": True}, {}),
     "lr_scheduler_type": ({}, {"lr_scheduler_type": "constant"}), "max_steps": ({}, {"max_steps": 3}),
     "metric_for_best_model": ({"metric_for_best_model": "reward"}, {}),

@@ -78,7 +78,7 @@ def test_grpo_learns_the_task(tmp_path, task, before, after):
     assert task != "countdown" or lengths[-1] > 1.5 * lengths[0]  # it tries on
 
 
-@pytest.mark.parametrize("task", ["arithmetic", "bandit", "code", "countdown", "pizza", "sums"])
+@pytest.mark.parametrize("task", ["arithmetic", "bandit", "code", "countdown", "pizza", "reasoning_gym", "sums"])
 def test_a_task_that_makes_its_own_data_refuses_other_data(task):
     with pytest.raises(ValueError, match="dataset_name"):
         find_task(task).build(TrainConfig(task=task, dataset_name="x"), tiny.tokenizer())
