@@ -132,7 +132,7 @@ bench-gpu-engine: $(VENV)/.installed-bench
 	$(BIN)/python -m pytest benchmarks/bench_attention.py benchmarks/bench_decode.py benchmarks/bench_rollout.py benchmarks/bench_step.py --benchmark-only $(ARGS)
 	$(BIN)/python -m benchmarks.report
 
-# What only a GPU can tell, in 8 minutes: checks, tests, bars. Mail what it writes to benchmarks/results/.
+# What only a GPU can tell, in 15 minutes: checks, tests, bars. Mail what it writes to benchmarks/results/.
 first-gpu: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.first_gpu $(ARGS)
 
