@@ -83,21 +83,23 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16, 17]]
 TOLERANCE = 1e-4  # nat
 INTRODUCTION = """# Supported models
 
-This table lists model architectures of transformers {version}, and how fastgrpo supports each. For every row, a tiny
-model with random weights was tested on a CPU in fp32.
+This table lists model architectures of transformers {version}, and whether fastgrpo supports them. Each was tested with
+a tiny model with random weights, on a CPU in fp32.
 
-- **works**: the rollout engine supports it. The log-probs of rollouts and of training are within 1e-4 of those of the
-  model in transformers, and greedy tokens are equal.
-- **hf only**: the engine does not support it, for the reason in the note. `--rollout_backend auto` trains the model
-  with transformers' `generate` and attention, which are slower. With these, log-probs and tokens agree as above.
-- **no**: it cannot be trained with fastgrpo.
+- **works**: the rollout engine supports the architecture. In rollouts and in training, log-probs differ by at most 1e-4
+  from the log-probs of transformers, and greedy tokens are equal.
+- **hf only**: the rollout engine does not support the architecture; the note gives the reason. With
+  `--rollout_backend auto`, rollouts use transformers' `generate`, and training uses the attention of the model in
+  transformers. Both are slower. Log-probs and greedy tokens agree as for *works*.
+- **no**: fastgrpo cannot train the architecture.
 
-Notes: *window* means that prompt and completion together must fit into the sliding window. *experts* means that
-decoding uses CUDA graphs only in bf16 on Hopper and Blackwell data-center GPUs. Head
-dimensions in the notes are those of the tiny model.
+In the notes, *window* means that prompt and completion together must fit into the sliding window. *experts* means that
+decoding uses CUDA graphs only in bf16 on Hopper and Blackwell data-center GPUs. The notes give the head dimensions of
+the tiny model, not of published models.
 
-The engine checks any other architecture at load, with a forward pass without weights on the meta device. The tests of
-this table do not use the layers of liger-kernel, which need a GPU. `make pages` repeats the tests and writes this page.
+For any other architecture, fastgrpo checks at load whether the engine supports it, by a forward pass without weights on
+the meta device. The tests do not use liger-kernel's layers, which need a GPU. `make pages` repeats the tests and writes
+this page.
 
 | `model_type` | class | result | note |
 |---|---|---|---|

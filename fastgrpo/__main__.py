@@ -14,8 +14,8 @@ COMMANDS = {
     "evaluate": "compare models on held-out prompts",
     "chat": "chat with a model in the terminal",
     "check": "find problems of a reward function",
-    "doctor": "list installed and missing packages, and plan the memory of a run",
-    "report": "write an HTML page that shows runs, and draw their curves",
+    "doctor": "list packages, plan the memory of a run, check the kernels",
+    "report": "write an HTML page that shows runs",
 }
 
 

@@ -2,10 +2,11 @@
 
 Scores the completions in the column `completion`: a string, or a list of strings. With --model, the model generates
 --num_generations completions per prompt instead. --reward, --dataset and --model are short for --reward_funcs,
---dataset_name and --model_name_or_path. In a folder, rows come from the split --dataset_test_split. Without a model
-there is no tokenizer, and the argument completion_ids of a reward function has the UTF-8 bytes of the text.
+--dataset_name and --model_name_or_path. If --dataset is a folder, rows come from the split --dataset_test_split.
+Without a model there is no tokenizer, so the argument completion_ids of a reward function has the UTF-8 bytes of the
+text.
 
-Exit code: 0 without warnings, 1 with warnings, 2 for a mistake in the command.
+Exit code: 0 without warnings, 1 with warnings, 2 for wrong input.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
 """python -m fastgrpo.distill MODEL: generate completions for the training prompts of a task, and keep the correct ones.
 
-This is the rejection sampling of DeepSeek-R1 (arXiv 2501.12948, section 2.3.3). The base model then learns from the
-correct, readable and not repetitive completions of a policy that reinforcement learning trained.
+This is the rejection sampling of DeepSeek-R1 (arXiv 2501.12948, section 2.3.3): a base model then learns from correct
+and readable completions of a policy that was trained with reinforcement learning.
 
-Under torchrun, each rank loads the model and completes its share of the prompts. The kept completions equal those of
-one process. Only rank 0 writes them.
+Under torchrun, each rank loads the model and completes its share of the prompts. The number of ranks does not change
+the kept completions. Only rank 0 writes them.
 """
 
 import dataclasses
@@ -39,9 +39,9 @@ REQUIRED = {"format_reward": "malformed", "steps_reward": "wrong step"}
 CHUNK = 256  # prompts that are completed before their kept completions are written
 DISTILLATION = """Generate completions for the training prompts of a task, and keep the correct ones.
 
-A completion is correct if its first reward is at least 1. A kept completion also gets the maximum of each
-reward function whose name ends in format_reward or steps_reward, and is not truncated, repetitive or a
-duplicate. Without --reward_funcs, the task's steps_reward checks the steps.
+A completion is correct if its first reward is at least 1. A kept completion is correct, gets the maximum of each reward
+function whose name ends in format_reward or steps_reward, and is not truncated, repetitive or a duplicate. Without
+--reward_funcs, the task's function steps_reward checks the written steps.
 `python -m fastgrpo.sft --train_file FILE` trains on the file."""
 
 

@@ -1,10 +1,10 @@
 """python -m fastgrpo.evaluate MODEL [MODEL ...]: measure accuracy, pass@k and maj@k on held-out prompts.
 
-One greedy completion per prompt gives the accuracy. --eval_num_generations N samples N more per prompt, for pass@k and
-maj@k. --output FILE writes every completion to a file.
+One greedy completion per prompt gives the accuracy. For pass@k and maj@k, --eval_num_generations N also samples N
+completions per prompt. --output FILE writes every completion to a file.
 
-Under torchrun, each rank loads the models and evaluates a part of the prompts. The results equal those of one process.
-Only rank 0 writes them.
+Under torchrun, each rank loads the models and evaluates a part of the prompts. The number of ranks does not change the
+results. Only rank 0 writes them.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """python -m fastgrpo.report RUN [RUN ...]: write an HTML page that shows runs, and print its path.
 
 The page is one file, needs no server and sends no requests. It shows the current content of the run folders, also of
-unfinished runs. The command also draws curves.png of each run again.
+unfinished runs. The command also redraws curves.png of each run.
 """
 
 import json

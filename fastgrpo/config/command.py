@@ -255,7 +255,7 @@ def help_page(record: type, defaults: Mapping[str, Any], prog: str, description:
     if any(re.search(r"\bN\b", field.metadata["help"]) for field in dataclasses.fields(record)):
         notes.append("In each description, N is the value of the flag.")
     if "task" in defaults:
-        notes.append(f"Defaults are those of --task {defaults['task']}; add --task NAME to see those of another task.")
+        notes.append(f"Defaults are for --task {defaults['task']}; --task NAME --help shows them for another task.")
     if first is not None:
         notes.append("These are the main flags; --help-all shows all.")
     lines += [*textwrap.wrap(" ".join(notes), width), ""] if notes else []

@@ -13,19 +13,20 @@ from fastgrpo.config.validation import CONDITIONS, on_resume
 INTRODUCTION = """# Settings
 
 A setting has one name everywhere: `GRPOConfig(beta=0.04)` in Python, `--beta 0.04` on the command line, and
-`beta: 0.04` in the YAML file of `--config FILE`. In the tables, N is the value of the setting. On the command line,
-write booleans as True or False, and lists with spaces (`--reward_weights 1 0.5`).
+`beta: 0.04` in a YAML file (`--config FILE`). In the tables, N is the value of the setting. On the command line, write
+booleans as True or False, and lists with spaces (`--reward_weights 1 0.5`).
 
-A flag overrides the file, the file overrides the recipe of the task (`fastgrpo/recipes/TASK.yaml`), and the recipe
-overrides the default in the tables. `python -m fastgrpo.train --task TASK --help-all` prints the defaults of a task.
+A value comes from the first of these that states it: the flag; the YAML file; the recipe of the task
+(`fastgrpo/recipes/TASK.yaml`); the default in the tables. `python -m fastgrpo.train --task TASK --help-all` prints the
+defaults of a task.
 
-Some settings have an effect only under a condition. If it does not hold, passing another value than the default raises
-an error.
+Some settings have an effect only under a condition, which the table states. If the condition is false, any value other
+than the default raises an error.
 
-When a run resumes, another value of a setting raises an error, with these exceptions:
+A resumed run must have the settings of the original run, with two exceptions:
 
-- These can change: {free}.
-- These can change, with a warning that the run is no longer bit-identical to an uninterrupted one: {inexact}.
+- These settings can change: {free}.
+- These can change too, but a warning says that the run is then not bit-identical to an uninterrupted one: {inexact}.
 """
 # Settings of which only some values can change on resume, and what can change.
 BY_VALUE = {
@@ -45,11 +46,11 @@ args = GRPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=4, 
 print(args.prompts_per_step, args.dtype)  # 2 bfloat16
 ```
 
-`GRPOConfig` takes every argument of `trl.GRPOConfig`, including those of TrainingArguments. An argument is a setting of
-the same name, is translated, has no effect, or is not supported. An argument that is not supported raises an error that
-says what to use instead. Its default in TRL, or a value that turns it off, raises no error. An argument and a setting
-that contradict each other raise an error. Defaults are TRL's, except those below. The command line and YAML files take
-only [settings](settings.md). `HfArgumentParser` and `TrlParser` work: `TrlParser((ScriptArguments, GRPOConfig))`.
+`GRPOConfig` accepts every argument of `trl.GRPOConfig` and of `transformers.TrainingArguments`. The tables below state
+which arguments are translated, have no effect, or are not supported. All other arguments are
+[settings](settings.md) with the same name. The command line and YAML files accept only settings. If an argument
+contradicts a setting, an error says so. `HfArgumentParser` and `TrlParser` work, for example
+`TrlParser((ScriptArguments, GRPOConfig))`.
 
 **Set the batch size.** TRL has four batch arguments: `per_device_train_batch_size`, `gradient_accumulation_steps`,
 `steps_per_generation` and `generation_batch_size`.
@@ -58,15 +59,15 @@ only [settings](settings.md). `HfArgumentParser` and `TrlParser` work: `TrlParse
 - If it sets none, a step has `prompts_per_step` prompts (8; TRL's default is 1), and all `*_steps` arguments count
   steps. A step is one rollout with its updates.
 
-**Epochs.** TRL drops the last incomplete batch of an epoch. Here the first prompts of the next epoch fill it. The last
-epoch may therefore add one step.
+**Epochs.** TRL drops the last batch of an epoch if it is incomplete. fastgrpo fills it with the first prompts of the
+next epoch, so the last epoch may have one more step.
 
 **Evaluation** uses the first `max_eval_samples` rows, and always runs after the last step.
 """
 SAME_INTRODUCTION = """## Same name, with a difference
 
-Arguments that are in none of the tables below have the same name, meaning and default here. The arguments of the next
-table have the same name, but another default or meaning:
+These arguments have another default or meaning in fastgrpo. Arguments that no table lists have the name, default and
+meaning of TRL.
 
 | argument | difference |
 |----------|------------|
@@ -98,26 +99,26 @@ DIFFERENCES = """## Behaviour that differs
 # Behaviour of TRL's trainer -> the behaviour here.
 DIFFERS = [
     (
-        "`loss_type=vespo` with sequence ratios trains with a warning",
-        "an error: in its paper, vespo has a ratio per token",
+        "`loss_type=vespo` with `importance_sampling_level=sequence` trains with a warning",
+        "an error: vespo already weights whole sequences; use `importance_sampling_level=token`",
     ),
     ("`generation_kwargs` with `num_beams` trains", "an error: beams are not samples of the policy"),
     (
         "a reward tokenizer without a padding token pads with its end token",
-        "an error, because the end of an earlier turn would then look like padding, and the reward is that of the last "
-        "token before the padding; set another padding token",
+        "an error: set a padding token that no text contains. The model reads the reward before the first padding "
+        "token, and end tokens of earlier turns would look like padding",
     ),
     (
         "adapters can have dropout, DoRA, `modules_to_save`, `target_parameters` or other options of peft",
-        "an error that names the option: the trained policy must be the one that generated the completions, and "
-        "checkpoints and `merged/` hold LoRA of linear layers only",
+        "an error that names the option. With dropout, the trained policy would differ from the policy that generated "
+        "the completions. Checkpoints support only LoRA of linear layers",
     ),
     ("prompt tuning trains", "an error: pass a `LoraConfig`"),
     (
         "if `model` is a `PeftModel` with trained adapters, the reference includes them",
         "an error: the reference is the model without adapters; merge them first",
     ),
-    ("`eval_loss` is a mean over batches", "all completions of an evaluation are one batch"),
+    ("`eval_loss` is a mean over batches", "`eval_loss` treats all completions of an evaluation as one batch"),
     ("callbacks receive `on_substep_end` and `on_optimizer_step`", "not called; a warning says so"),
     ("`train()` overwrites an earlier run in `output_dir`", "an error; resume, or set `overwrite_output_dir`"),
     ("`save_model(output_dir)` writes into the run folder", "writes into its folder `final/`"),
@@ -125,11 +126,11 @@ DIFFERS = [
     ("`trainer.accelerator` exists", "does not exist; use `is_world_process_zero()`"),
     ("`tools`, `environment_factory`, `rollout_func` and `use_vllm` exist", "an error that names the argument"),
 ]
-HEADER = "| flag | default | meaning | allowed |\n|------|---------|---------|---------|"
+HEADER = "| flag | default (allowed values) | meaning |\n|------|--------------------------|---------|"
 
 # Tables: title, note below it, and sections.
-_DATA = "The names that begin with `dataset_` are settings of commands and not of `GRPOConfig`, as in TRL."
-_ONLY = "These settings exist only in `python -m fastgrpo.{}`, or have another default there."
+_DATA = "As in TRL, `GRPOConfig` has no settings whose names begin with `dataset_`; only commands have them."
+_ONLY = "`python -m fastgrpo.{}` adds these settings, or gives them another default."
 TABLES = [
     ("Data", _DATA, ("PromptConfig", "DatasetConfig", "TrainSplitConfig", "TestSplitConfig", "OrderConfig")),
     ("Model", "", ("ModelConfig", "LoadingConfig")),
@@ -171,7 +172,8 @@ def _row(section, field):
     meaning, limits = field.metadata["help"], allowed(hints(section)[field.name])
     if field.name in CONDITIONS:
         meaning += f" Condition: {CONDITIONS[field.name][0]}."
-    cells = (f"`--{field.name}`", _value(field.default), meaning, limits)
+    default = _value(field.default) + (f" ({limits})" if limits else "")
+    cells = (f"`--{field.name}`", default, meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -200,7 +202,7 @@ def from_trl() -> str:
         )
     ]  # fmt: skip
     differs = "\n".join(f"| {theirs} | {ours} |" for theirs, ours in DIFFERS)
-    older = f"The tables include arguments of earlier versions of TRL and transformers: {_listed(sorted(OLDER))}."
+    older = f"These arguments are from earlier versions of TRL and transformers: {_listed(sorted(OLDER))}."
     parts = [
         FROM_TRL,
         DIFFERENCES + differs + "\n",

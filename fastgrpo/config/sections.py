@@ -68,7 +68,7 @@ class PromptConfig:
     """Draw problems from these tasks of reasoning-gym, with weights: chain_sum:2,leg_counting; with arguments, as a
     dictionary or its JSON text: {"chain_sum": {"weight": 2, "max_terms": 3}}."""
     system_prompt: str | None = None
-    """Replace the task's system prompt with this text. None keeps it."""
+    """Replace the task's system prompt by this text. None keeps the task's system prompt."""
     chat_template_kwargs: Keywords | None = None
     """Pass these arguments to the tokenizer's chat template: a dictionary or its JSON text, such as {"enable_thinking":
     false}."""
@@ -147,8 +147,8 @@ class EngineConfig:
     graphs (slower, less memory); hf is transformers' generate (slowest). auto is hf for models that the engine does not
     support, and fast for all others."""
     rollout_memory_utilization: Share = 0.7
-    """Limit the KV cache to this share of the memory that remains beside weights, gradients, optimizer, head and
-    activations."""
+    """Give the KV cache at most this share of the memory that weights, gradients, optimizer, LM head and activations
+    leave free."""
 
 
 @settings_class
@@ -156,19 +156,19 @@ class RewardFunctionsConfig:
     """Reward functions, and where they run."""
 
     reward_funcs: Several[str] = ()
-    """Score completions with these reward functions: names of the task's functions; module:function; MODEL for a reward
-    model, or prm:MODEL for a process reward model (a folder or hub id); http://HOST:PORT/PATH for a server;
-    sandbox:python or sandbox:python-all to run the program in a completion against the tests in the row's column
-    `tests`. The first reward function defines the accuracy. If empty, use all functions of the task."""
+    """Score completions with these reward functions: the name of a function of the task; module:function; MODEL for a
+    reward model, or prm:MODEL for a process reward model (a folder or hub id); http://HOST:PORT/PATH for a server;
+    sandbox:python or sandbox:python-all to run the program in a completion against the tests in the column `tests`. The
+    first reward function defines the accuracy. Empty uses all functions of the task."""
     reward_model_kwargs: Keywords | None = None
     """Pass these arguments to reward models: a dictionary or its JSON text, such as {"device": "cuda:1"}. The default
-    device is the policy's. Process reward models also take separator, aggregation, step_tag, good_token and bad_token.
-    The weights of reward models are bfloat16 on a GPU and float32 on a CPU."""
+    device is the device of the policy. Process reward models also take separator, aggregation, step_tag, good_token and
+    bad_token. The weights of reward models are bfloat16 on a GPU and float32 on a CPU."""
     reward_timeout: Positive | None = None
-    """Stop a reward function after N seconds for one completion; the reward becomes None. Functions then run in worker
-    processes. For a server, the limit holds for each attempt of a request; for the sandbox, for all tests of a
-    completion together. None sets no limit, except 60 seconds for each attempt of a
-    request, and 5 seconds for each test in the sandbox."""
+    """Stop a reward function that takes more than N seconds for one completion, and set the reward to None. With this
+    setting, functions run in worker processes. For a server, N limits each attempt of a request. For the sandbox, N
+    limits all tests of a completion together. None limits only an attempt of a request (60 seconds) and a test in the
+    sandbox (5 seconds)."""
 
     @property
     def prm(self) -> dict[str, Any]:
@@ -194,7 +194,8 @@ class RewardConfig(RewardFunctionsConfig):
     (skip)."""
     reward_workers: Size | None = None
     """Run reward functions in N worker processes per rank, in parallel with generation; 0 runs them in the trainer's
-    process. None uses 0 or, if reward_timeout is set, the cores divided by the ranks on the machine, at most 8."""
+    process. None uses 0 if reward_timeout is not set. If it is set, None uses the number of cores divided by the number
+    of ranks on the machine, at most 8."""
 
 
 @settings_class
@@ -226,10 +227,10 @@ class ModelConfig:
     """Use liger-kernel's fused norms, rotary embedding and SwiGLU in policy and reference. None uses them on a GPU if
     the package is installed. On a CPU they are never used."""
     gradient_checkpointing: Literal["auto", True, False] = "auto"
-    """Recompute the layers in the backward pass: less memory, about a third more time. auto is True on a CPU, and on a
-    GPU if the activations of all layers do not fit."""
+    """Recompute the layers in the backward pass, which saves memory and takes about a third more time. auto is True on
+    a CPU. On a GPU, auto is True if the activations of all layers do not fit into memory."""
     use_peft: bool = False
-    """Train LoRA adapters without dropout, and freeze the model. In GRPO the reference then takes no memory."""
+    """Train LoRA adapters without dropout, and freeze the model. In GRPO, the reference then needs no memory."""
     lora_r: Count = 16
     """Use this rank for the adapters."""
     lora_alpha: Count = 32
@@ -266,7 +267,7 @@ class RolloutConfig:
     temperature: Temperature = 1.0
     """Divide the logits by this temperature, in sampling and in all log-probs."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Exclude tokens whose probability is below min_p times that of the most likely token. None turns it off."""
+    """Exclude tokens whose probability is below min_p times the highest probability. None turns it off."""
     repetition_penalty: Positive = 1.0
     """For tokens that are already in the prompt or completion, divide positive logits by this number, and multiply
     negative logits by it. 1 turns it off."""
@@ -275,7 +276,7 @@ class RolloutConfig:
     step (DAPO, arXiv 2503.14476, uses up to 10). If too few groups have differing rewards after N batches, the
     earliest groups with equal rewards fill the step. 0 turns it off."""
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
-    """Start N times as many groups as a step needs, and cancel the slowest. This favours short completions; 1 turns it
+    """Start N times as many groups as a step needs, and cancel the slowest. This favours short completions. 1 turns it
     off."""
 
 
@@ -288,9 +289,8 @@ class UpdatesConfig:
     num_iterations: Count = 1
     """Train N times on the completions of a step (mu in GRPO)."""
     head_backward_tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Skip vocabulary entries in the backward pass of the LM head. At each position, their probabilities add up to at
-    most this number times (1 - p), where p is the probability of the sampled token. The relative error of the gradient
-    with respect to the logits of a position is then at most half of this number, in the 1-norm. 0 is exact."""
+    """Skip vocabulary entries with low probabilities in the backward pass of the LM head. The relative error of the
+    gradient with respect to the logits of a position is at most N / 2, in the 1-norm. 0 skips nothing."""
 
 
 @settings_class
@@ -311,7 +311,7 @@ class OptimizerConfig:
     """Pass these arguments to the schedule: a dictionary or its JSON text, such as {"min_lr_rate": 0.1} for
     cosine_with_min_lr."""
     warmup_steps: NotNegative = 0
-    """Raise the learning rate linearly from 0 over N updates, or over this share of all updates if N is below 1."""
+    """Raise the learning rate linearly from 0 over the first N updates; an N below 1 is a share of all updates."""
     max_grad_norm: NotNegative = 1.0
     """Clip the gradient to this norm; 0 turns it off."""
     weight_decay: NotNegative = 0.0
@@ -363,8 +363,8 @@ class RunConfig:
     eval_on_start: bool = True
     """Evaluate on held-out prompts before the first step."""
     save_steps: Count | None = 500
-    """Save a checkpoint every N steps. A run also saves after the last step, and on SIGINT and SIGTERM; None saves only
-    then."""
+    """Save a checkpoint every N steps, after the last step, and on SIGINT and SIGTERM. None saves only after the last
+    step and on these signals."""
     save_total_limit: Count | None = None
     """Keep at most N checkpoints: the newest, the best (see metric_for_best_model), then the next newest. The newest
     and the best are kept even if N is 1. None keeps all of them."""
@@ -377,7 +377,8 @@ class RunConfig:
     """Resume from this checkpoint: a path, or auto for the newest intact one in output_dir. With auto, a run without a
     checkpoint starts at step 0."""
     profile: Size = 0
-    """Time N steps after two warmup steps, then write a trace of the next N. 0 turns it off."""
+    """After two warmup steps, measure the time of each stage for N steps, then write a trace of the next N steps. 0
+    turns it off."""
     report_to: each_of("none", "tensorboard", "wandb", "trackio") = ("none",)
     """Also send metrics to these trackers, under the names that TRL uses."""
     run_name: str | None = None
@@ -397,10 +398,10 @@ class AdvantageConfig:
     """From rewards to advantages."""
 
     reward_weights: Several[Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]] = ()
-    """Weight the reward functions, with one number each. Empty gives each a weight of 1."""
+    """Multiply the rewards of each function by a weight: one number per function. Empty sets all weights to 1."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divide centered rewards by the standard deviation of the group (group), by that of all rewards of the step
-    (batch), or by 1 (none)."""
+    """Divide centered rewards by the standard deviation of the group (group) or of all rewards of the step (batch), or
+    do not divide them (none)."""
     advantage_baseline: Literal["group", "leave_one_out"] = "group"
     """Subtract from each reward the mean of its group (group), or the mean of the other rewards of its group
     (leave_one_out, as in RLOO)."""
@@ -410,9 +411,9 @@ class AdvantageConfig:
     """Combine several rewards: sum_then_normalize standardizes their weighted sum; normalize_then_sum first
     standardizes each reward within its group (GDPO)."""
     process_rewards: Literal["outcome", "token"] = "outcome"
-    """Use step rewards, which reward functions log, for an advantage per token (token; DeepSeekMath, arXiv 2402.03300,
-    section 4.1.3), or ignore them, and use only the returned rewards (outcome). With "token", the advantages of
-    functions without step rewards are added."""
+    """Compute advantages from these rewards. outcome uses the rewards that functions return, and ignores step rewards.
+    token computes an advantage per token from the step rewards that functions log (DeepSeekMath, arXiv 2402.03300,
+    section 4.1.3), and adds the advantages of functions without step rewards."""
     soft_punish_cache: Size = 0
     """Add a reward that falls from 0 to -1 over the last N tokens before max_completion_length (DAPO's soft overlong
     punishment); 0 turns it off."""
@@ -431,17 +432,17 @@ class ObjectiveConfig:
         None
     )
     """Correct for top_k, top_p, min_p and repetition_penalty: multiply the loss, without its KL term, by the ratio of
-    policy to sampler. The ratio is per token or per sequence. Outside the bounds importance_sampling_clip_min and
-    importance_sampling_clip_max, truncate modes clip the ratio, and mask modes set it to 0. None turns it off."""
+    old policy to sampler. The ratio is per token or per sequence. If it is outside importance_sampling_clip_min and
+    importance_sampling_clip_max, truncate modes clip it, and mask modes set it to 0. None turns the correction off."""
     importance_sampling_clip_max: Positive | None = 3.0
-    """Bound the ratio of policy to sampler from above. None sets no bound."""
+    """Bound the ratio of old policy to sampler from above. None sets no bound."""
     importance_sampling_clip_min: NotNegative | None = None
-    """Bound the ratio of policy to sampler from below. None sets no bound."""
+    """Bound the ratio of old policy to sampler from below. None sets no bound."""
     epsilon: Annotated[float, Field(ge=0, lt=1)] = 0.2
     """Clip the ratio of policy to old policy at 1 - epsilon from below, in losses that clip."""
     epsilon_high: NotNegative | None = None
     """Clip the ratio of policy to old policy at 1 + epsilon_high from above, in losses that clip. None uses epsilon.
-    For cispo the upper bound is epsilon_high itself, such as 5.0: below 1 it scales down all gradients."""
+    For cispo, the upper bound is epsilon_high itself, such as 5.0; a value below 1 scales down all gradients."""
     delta: Positive | None = None
     """Limit the unclipped ratio to this value (two-sided clipping, arXiv 2505.07291). None turns it off."""
     entropy_coef: float = 0.0
@@ -452,7 +453,7 @@ class ObjectiveConfig:
     use_adaptive_entropy: bool = False
     """Adapt the coefficient of the entropy bonus (Skywork-OR1, arXiv 2505.22312). It starts at entropy_coef. Each
     update raises it by entropy_coef_delta if the entropy is at most entropy_target, and lowers it otherwise. An update
-    has the bonus only if the entropy of the update before it was at most entropy_target."""
+    has the bonus only if the entropy of the previous update was at most entropy_target."""
     entropy_coef_min: float = 0.0
     """Keep the adaptive coefficient at or above this value."""
     entropy_coef_max: float = 1.0
@@ -460,27 +461,27 @@ class ObjectiveConfig:
     entropy_coef_delta: NotNegative = 0.005
     """Change the adaptive coefficient by this amount per update."""
     entropy_target: NotNegative = 0.2
-    """Adapt the coefficient towards this mean entropy, in nats per token. The mean is over the tokens that
+    """Adapt the coefficient so that the mean entropy approaches N nats per token. The mean is over the tokens that
     top_entropy_quantile keeps."""
     top_entropy_quantile: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Compute the policy loss and the entropy bonus only on this share of the tokens of an update, those with the
-    highest entropy (arXiv 2506.01939). 1 uses all tokens; a smaller share needs another forward pass per update."""
+    """Compute the policy loss and the entropy bonus only on the tokens with the highest entropy, a share N of the
+    tokens of an update (arXiv 2506.01939). 1 uses all tokens. A smaller share needs another forward pass per update."""
     off_policy_mask_threshold: Positive | None = None
     """Mask a completion if its advantage is negative and its mean log-prob has fallen by more than N nats since the
-    rollout (DeepSeek-V3.2, arXiv 2512.02556). Updates after the first of a step then need another forward pass;
-    with importance_sampling_mode, the first update does too. None turns it off."""
+    rollout (DeepSeek-V3.2, arXiv 2512.02556). Each update after the first of a step then needs another forward pass.
+    With importance_sampling_mode, the first update also needs it. None turns it off."""
     sapo_temperature_pos: Positive = 1.0
     """Use this temperature in SAPO's gate for tokens with a positive advantage."""
     sapo_temperature_neg: Positive = 1.05
     """Use this temperature in SAPO's gate for tokens with a negative advantage."""
     vespo_k_pos: NotNegative = 2.0
-    """Use this power in VESPO's sequence weight for completions with a positive advantage."""
+    """Use this k in VESPO's weight W^k exp(lambda (1 - W)) if the advantage is at least 0."""
     vespo_lambda_pos: Positive = 3.0
-    """Use this decay rate in VESPO's sequence weight for completions with a positive advantage."""
+    """Use this lambda in VESPO's weight W^k exp(lambda (1 - W)) if the advantage is at least 0."""
     vespo_k_neg: NotNegative = 3.0
-    """Use this power in VESPO's sequence weight for completions with a negative advantage."""
+    """Use this k in VESPO's weight W^k exp(lambda (1 - W)) if the advantage is negative."""
     vespo_lambda_neg: Positive = 2.0
-    """Use this decay rate in VESPO's sequence weight for completions with a negative advantage."""
+    """Use this lambda in VESPO's weight W^k exp(lambda (1 - W)) if the advantage is negative."""
     mask_truncated_completions: bool = False
     """Drop truncated completions from the loss. Their rewards still count in the mean and standard deviation of the
     group, as in DAPO (arXiv 2503.14476, equation 9) and TRL."""
@@ -499,8 +500,8 @@ class ReferenceConfig:
     """Multiply the KL estimate by the ratio of policy to old policy, which makes its gradient unbiased. kl=full is
     exact and ignores this setting."""
     ref_storage: Literal["cpu", "int8", "nf4"] | None = None
-    """Store the reference in less memory: in host memory, copied to the GPU layer by layer (cpu), or with linear layers
-    of 8 or 4 bits (int8, nf4). None keeps a full copy on the policy's device."""
+    """Store the reference in less GPU memory. cpu keeps it in host memory, and copies it to the GPU layer by layer.
+    int8 and nf4 store its linear layers with 8 or 4 bits. None keeps a full copy on the policy's device."""
     sync_ref_model: bool = False
     """Move the reference towards the policy during training (TR-DPO, arXiv 2404.09656)."""
     ref_model_sync_steps: Count = 512
@@ -516,7 +517,7 @@ class ParallelConfig:
     parallel: Literal["auto", "ddp", "fsdp2", "fsdp2_keep", "fsdp2_offload"] = "auto"
     """Distribute the policy over the processes: ddp replicates it; fsdp2 shards weights, gradients and optimizer state;
     auto is ddp if the policy fits on one device, else fsdp2. fsdp2_keep keeps gathered layers in memory between the
-    forward and the backward pass: more memory, a fifth less traffic. fsdp2_offload keeps and updates the shards in host
-    memory."""
+    forward and the backward pass, which needs more memory and a fifth less communication. fsdp2_offload keeps and
+    updates the shards in host memory."""
     ddp_timeout: Count = 1800
     """Stop the run if a rank waits for others longer than N seconds; the error names the missing ranks."""

@@ -166,7 +166,7 @@ TRANSLATED = [
     (" ".join(BATCH), batch,
      "prompts_per_step = per_device_train_batch_size x number of processes x steps_per_generation / num_generations. "
      "updates_per_rollout = steps_per_generation / gradient_accumulation_steps. Both must be whole numbers. "
-     "The size of a forward pass is max_tokens_per_microbatch instead, which changes results only by rounding."),
+     "max_tokens_per_microbatch sets the size of a forward pass instead; it changes results only by rounding."),
     ("num_generations_eval", lambda stated: {"eval_num_generations": stated["num_generations_eval"] or 0},
      "Sets eval_num_generations. These completions are sampled without min_p and repetition_penalty. The accuracy "
      "comes from one greedy completion. If not set, no completions are sampled; TRL samples num_generations."),
@@ -180,8 +180,8 @@ TRANSLATED = [
      "attn_implementation, use_cache, low_cpu_mem_usage and device_map=None have no effect. Its other keys and "
      "fp16=True raise an error."),
     ("generation_kwargs", generation,
-     "temperature, top_k, top_p, min_p and repetition_penalty set the settings of these names; max_new_tokens sets "
-     "max_completion_length. Options that do not change sampling have no effect. Others raise an error."),
+     "temperature, top_k, top_p, min_p and repetition_penalty set the settings with the same names; max_new_tokens "
+     "sets max_completion_length. Options that do not change sampling have no effect. Other options raise an error."),
     ("use_cpu", lambda stated: {"device": "cpu"} if stated["use_cpu"] else {}, "True sets device=cpu."),
     ("warmup_ratio", lambda stated: {} if stated.get("warmup_steps") else {"warmup_steps": stated["warmup_ratio"]},
      "Sets warmup_steps to the same number: below 1, it is a share of all updates."),
@@ -209,17 +209,18 @@ SAME = {**dict.fromkeys(_PLAIN.split(), ""),
     "eval_steps": _COUNT + "is rounded up to whole steps.",
     "save_steps": _COUNT + "is rounded up to whole steps; with metric_for_best_model, to a multiple of "
     "eval_steps.",
-    "gradient_checkpointing": "auto is True on a CPU, and on a GPU if activations do not fit.",
-    "use_liger_kernel": "None uses liger-kernel on a GPU if it is installed; a CPU never does. The loss never uses it.",
-    "disable_tqdm": "None is taken as False.",
+    "gradient_checkpointing": "auto is True on a CPU, and on a GPU if activations do not fit into memory.",
+    "use_liger_kernel": "None uses liger-kernel on a GPU if it is installed. On a CPU, and in the loss, it is never "
+    "used.",
+    "disable_tqdm": "None means False.",
     "log_completions": "True also writes all completions to samples.jsonl.",
     "num_completions_to_print": "Prints the first N; TRL prints N at random.",
     "eval_on_start": "If eval_strategy is set, the default is False.",
-    "metric_for_best_model": "A metric such as eval_accuracy, which is eval/accuracy in metrics.jsonl. `reward` is "
-    "the training reward (in TRL: eval_reward), and raises an error with EarlyStoppingCallback.",
+    "metric_for_best_model": "eval_accuracy means eval/accuracy in metrics.jsonl. `reward` means the training reward "
+    "(in TRL: eval_reward), and raises an error with EarlyStoppingCallback.",
     "reward_weights": "None or empty gives each function a weight of 1.",
     "scale_rewards": "Also takes True (group) and False (none).",
-    "top_entropy_quantile": "A share of the tokens of an update; in TRL, of a micro-batch over all processes.",
+    "top_entropy_quantile": "The share refers to the tokens of an update; in TRL, to a micro-batch of all processes.",
 }
 # TRL's defaults of settings whose default differs here.
 OTHER_DEFAULTS = {"gradient_checkpointing": True, "use_liger_kernel": False, "disable_tqdm": None,
