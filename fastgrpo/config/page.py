@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from fastgrpo.config.fields import allowed, hints, own_fields, sections_of
 from fastgrpo.config.settings import GRPOConfig, SelectionConfig, SFTConfig, TrainConfig
-from fastgrpo.config.trl import ACCEPTED, IDLE, OLDER, OTHER_DEFAULTS, REFUSED, SAME, TRANSLATED
+from fastgrpo.config.trl import ACCEPTED, IDLE, OTHER_DEFAULTS, REFUSED, SAME, TRANSLATED
 from fastgrpo.config.validation import CONDITIONS, on_resume
 
 INTRODUCTION = """# Settings
@@ -202,13 +202,12 @@ def from_trl() -> str:
         )
     ]  # fmt: skip
     differs = "\n".join(f"| {theirs} | {ours} |" for theirs, ours in DIFFERS)
-    older = f"These arguments are from earlier versions of TRL and transformers: {_listed(sorted(OLDER))}."
     parts = [
         FROM_TRL,
         DIFFERENCES + differs + "\n",
         SAME_INTRODUCTION + "\n".join(rows) + "\n",
     ]
-    return "\n".join([*parts, *(f"{introduction}{rows}\n" for introduction, rows in groups), _wrapped(older) + "\n"])
+    return "\n".join([*parts, *(f"{introduction}{rows}\n" for introduction, rows in groups)])
 
 
 def _names(names: Iterable[str]) -> str:
@@ -222,10 +221,6 @@ def _names(names: Iterable[str]) -> str:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 119, break_on_hyphens=False)
 
 
 if __name__ == "__main__":

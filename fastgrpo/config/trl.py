@@ -284,8 +284,6 @@ REFUSED = [
 ACCEPTED = {"optim": ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused"),
             "hub_strategy": ("every_save", "end")}
 # fmt: on
-# Arguments of earlier versions of TRL and transformers.
-OLDER = {"logging_dir", "max_prompt_length", "save_safetensors", "warmup_ratio"}
 MADE, IDLE_WHY, INSTEAD = ({name: row[-1] for row in rows for name in row[0].split()}
                            for rows in (TRANSLATED, IDLE, REFUSED))  # fmt: skip
 # Names that `GRPOConfig` takes and that are not settings.
