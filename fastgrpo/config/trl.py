@@ -175,16 +175,16 @@ TRANSLATED = [
      "`no`: evaluate or save only after the last step. Other values raise an error. If eval_strategy is set, the "
      "default of eval_on_start is False."),
     ("bf16 fp16 model_init_kwargs", precision,
-     "bf16=True sets dtype=bfloat16; the optimizer keeps float32 master weights. Otherwise model_init_kwargs may set "
-     "dtype; without it, bf16=False sets dtype=float32. model_init_kwargs may also set trust_remote_code; its "
-     "attn_implementation, use_cache, low_cpu_mem_usage and device_map=None have no effect. Its other keys and "
-     "fp16=True raise an error."),
+     "bf16=True sets dtype=bfloat16; the optimizer keeps float32 master weights. Without bf16=True, model_init_kwargs "
+     "can set dtype. Without both, bf16=False sets dtype=float32. model_init_kwargs can also set trust_remote_code. The "
+     "keys attn_implementation, use_cache, low_cpu_mem_usage and device_map=None have no effect. Other keys raise an "
+     "error, and so does fp16=True."),
     ("generation_kwargs", generation,
      "temperature, top_k, top_p, min_p and repetition_penalty set the settings with the same names; max_new_tokens "
      "sets max_completion_length. Options that do not change sampling have no effect. Other options raise an error."),
     ("use_cpu", lambda stated: {"device": "cpu"} if stated["use_cpu"] else {}, "True sets device=cpu."),
     ("warmup_ratio", lambda stated: {} if stated.get("warmup_steps") else {"warmup_steps": stated["warmup_ratio"]},
-     "Sets warmup_steps to the same number: below 1, it is a share of all updates."),
+     "Sets warmup_steps to the same number; a number below 1 is a share of all updates."),
 ]
 # Settings of the same name and meaning.
 _PLAIN = """
@@ -266,7 +266,7 @@ REFUSED = [
      "leave it out: head, loss and rollout have their own kernels"),
     ("auto_find_batch_size", "lower max_tokens_per_microbatch if memory runs out; results differ only by rounding"),
     ("bf16_full_eval fp16_full_eval", "leave it out: evaluations use the dtype of the training"),
-    ("neftune_noise_alpha", "leave it out: the GRPO loss has no such term"),
+    ("neftune_noise_alpha", "leave it out: fastgrpo adds no noise to embeddings"),
     ("eval_delay", "use eval_steps, and eval_on_start=False"),
     ("save_only_model save_on_each_node", "leave it out: save_total_limit limits the number of checkpoints"),
     ("load_best_model_at_end", "set metric_for_best_model; save_total_limit never deletes the best checkpoint"),
@@ -284,6 +284,8 @@ REFUSED = [
 ACCEPTED = {"optim": ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused"),
             "hub_strategy": ("every_save", "end")}
 # fmt: on
+# Arguments of earlier versions of TRL and transformers.
+OLDER = {"logging_dir", "max_prompt_length", "save_safetensors", "warmup_ratio"}
 MADE, IDLE_WHY, INSTEAD = ({name: row[-1] for row in rows for name in row[0].split()}
                            for rows in (TRANSLATED, IDLE, REFUSED))  # fmt: skip
 # Names that `GRPOConfig` takes and that are not settings.
