@@ -8,10 +8,12 @@ finished run, and sweep.png shows their curves. Finished runs are kept, and stop
 
 import contextlib
 import csv
+import ctypes
 import hashlib
 import itertools
 import json
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -29,6 +31,7 @@ from fastgrpo.run.signals import StopSignals
 from fastgrpo.run.terminal import Terminal
 
 FLAGS = ("--sweep", "--sweep_seeds")
+LIBC = ctypes.CDLL(None)
 COMMAND = (sys.executable, "-m", "fastgrpo.train")
 OWN = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint")  # a sweep sets these for its runs
 AGAIN = "to continue it, repeat the command with --output_dir"
@@ -96,11 +99,16 @@ def run_sweep(runs: list[SweepRun]) -> None:
 
 
 def _make(run, folder, stop):
-    """Make one run, and return its error, if any. It has its own process group, so it does not get Ctrl-C."""
+    """Make one run, and return its error, if any.
+
+    It has its own process group, so it does not get Ctrl-C. It gets SIGTERM, and saves, when the sweep dies.
+    """
     path = folder.path / run.name
     command = [*COMMAND, *run.argv, "--output_dir", str(path), "--resume_from_checkpoint", "auto", "--quiet", "False"]
     with open(folder.claim(f"{run.name}.log"), "ab") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0, preexec_fn=_end_with_sweep
+        )
     try:
         while process.poll() is None and not stop:
             time.sleep(0.05)
@@ -110,6 +118,10 @@ def _make(run, folder, stop):
         return None
     last = (folder.path / f"{run.name}.log").read_text(errors="replace").rstrip().splitlines()[-3:]
     return "\n  ".join([f"{run.name}: failed with exit code {process.returncode}; the end of {path}.log:", *last])
+
+
+def _end_with_sweep():
+    LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def figures_of(run: SweepRun, folder: Path) -> dict[str, float | None] | None:

@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
+from processes import awaited
 
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.run import sweep
@@ -19,7 +22,7 @@ from fastgrpo.run.sweep import figures_of, take_sweep
 
 # In the place of `python -m fastgrpo.train`, so that a run takes a moment. FOLDER/wanted says what its run is to do.
 CHILD = """
-import json, shutil, sys, time
+import json, os, shutil, sys, time
 from pathlib import Path
 run = Path(sys.argv[len(sys.argv) - sys.argv[::-1].index("--output_dir")])  # the last one counts
 wanted = json.loads((run.parent.parent / "wanted").read_text()).get(run.name, "end")
@@ -29,6 +32,7 @@ if wanted == "fail":
     sys.exit("error: the reason")
 run.mkdir(exist_ok=True)
 shutil.copy(run.parent.parent / "settings" / run.name / "config.json", run)
+(run / "pid").write_text(str(os.getpid()))
 (run / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\\n')
 while wanted == "wait":
     time.sleep(0.01)
@@ -129,4 +133,16 @@ def test_a_signal_stops_the_runs(make, tmp_path, capsys, number, error):
         make({name: "wait" for name in RUNS})
     assert "the sweep was stopped; to continue it, repeat the command" in capsys.readouterr().out
     assert not (tmp_path / "sweep" / RUNS[1]).exists()
+    assert "0 of them done already" in make()
+
+
+def test_a_run_ends_when_its_sweep_is_killed(make, tmp_path):
+    """Its folder is then free, so that the sweep can be continued."""
+    process = multiprocessing.get_context("fork").Process(target=make, args=({name: "wait" for name in RUNS},))
+    process.start()
+    run = tmp_path / "sweep" / RUNS[0]
+    awaited((run / "metrics.jsonl").exists)
+    process.kill()
+    stat = Path("/proc", (run / "pid").read_text(), "stat")
+    awaited(lambda: not stat.exists() or ") Z " in stat.read_text())
     assert "0 of them done already" in make()
