@@ -339,11 +339,14 @@ def _is_rule(line):
 def new_file(path: str | None, *, whole: bool = False) -> Iterator[TextIO]:
     """Open a new file, or the null device if path is None.
 
-    An empty file is deleted, and with `whole` also an incomplete one after an exception, so that the command can be
-    repeated.
+    With `whole`, the file gets its name only at the end, so that a killed process leaves none that looks complete. An
+    empty file is deleted, and with `whole` also one after an exception, so that the command can be repeated.
     """
+    part = f"{path}.{os.getpid()}.part" if whole else path
     try:
-        file = open(os.devnull, "w") if path is None else open(path, "x", encoding="utf-8")  # noqa: SIM115
+        if path is not None and os.path.lexists(path):
+            raise FileExistsError
+        file = open(os.devnull, "w") if path is None else open(part, "x", encoding="utf-8")  # noqa: SIM115
     except FileExistsError:
         raise ValueError(f"{path} exists already; choose another --output") from None
     except (FileNotFoundError, IsADirectoryError):
@@ -354,8 +357,11 @@ def new_file(path: str | None, *, whole: bool = False) -> Iterator[TextIO]:
             yield file
         done = True
     finally:
-        if path is not None and (not os.path.getsize(path) or (whole and not done)):
-            os.remove(path)
+        if path is not None:
+            if not os.path.getsize(part) or (whole and not done):
+                os.remove(part)
+            elif whole:
+                os.rename(part, path)
 
 
 def prepare_streams() -> None:

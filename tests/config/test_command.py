@@ -1,5 +1,6 @@
 """Shared code of the commands: flags, user errors of one or two lines with exit code 2, and streams."""
 
+import contextlib
 import errno
 import io
 import json
@@ -14,7 +15,7 @@ import torch
 
 from fastgrpo import distill, train
 from fastgrpo.config import command
-from fastgrpo.config.command import LEFT, escape_controls, prepare_streams, reader_left, run_command
+from fastgrpo.config.command import LEFT, escape_controls, new_file, prepare_streams, reader_left, run_command
 from fastgrpo.config.recipe import parse
 
 
@@ -151,3 +152,15 @@ def test_exits_quietly_after_a_broken_pipe(pipe, capfd):
 )
 def test_control_characters_are_escaped(text, shown):
     assert escape_controls(text) == shown
+
+
+def test_a_whole_file_gets_its_name_at_the_end(tmp_path):
+    """So a process that is killed leaves no file that looks complete."""
+    path = tmp_path / "out.jsonl"
+    for fails in (True, False):
+        with contextlib.suppress(ZeroDivisionError), new_file(str(path), whole=True) as file:
+            file.write("row\n")
+            assert not path.exists()
+            1 / (not fails)
+        assert list(tmp_path.iterdir()) == [path] * (not fails)
+    assert path.read_text() == "row\n"
