@@ -176,9 +176,9 @@ TRANSLATED = [
      "default of eval_on_start is False."),
     ("bf16 fp16 model_init_kwargs", precision,
      "bf16=True sets dtype=bfloat16; the optimizer keeps float32 master weights. Without bf16=True, model_init_kwargs "
-     "can set dtype. Without both, bf16=False sets dtype=float32. model_init_kwargs can also set trust_remote_code. The "
-     "keys attn_implementation, use_cache, low_cpu_mem_usage and device_map=None have no effect. Other keys raise an "
-     "error, and so does fp16=True."),
+     "can set dtype. Without both, bf16=False sets dtype=float32. model_init_kwargs can also set trust_remote_code. "
+     "Its keys attn_implementation, use_cache, low_cpu_mem_usage and device_map=None have no effect. Other keys, and "
+     "fp16=True, raise an error."),
     ("generation_kwargs", generation,
      "temperature, top_k, top_p, min_p and repetition_penalty set the settings with the same names; max_new_tokens "
      "sets max_completion_length. Options that do not change sampling have no effect. Other options raise an error."),
