@@ -148,7 +148,7 @@ def _out_of_memory(error):
         return " ".join(text.split(". ")[0].split())
     if isinstance(error, MemoryError) or (isinstance(error, (OSError, RuntimeError)) and _NO_MEMORY.search(text)):
         wanted = re.search(r"allocate (\d+) bytes", text)
-        return "this machine has not enough memory" + (f" for another {int(wanted[1]):,} bytes" if wanted else "")
+        return "this machine does not have enough memory" + (f" for another {int(wanted[1]):,} bytes" if wanted else "")
     return None
 
 
@@ -163,9 +163,9 @@ _SYSTEM = {
     errno.EACCES: _DENIED,
     errno.EPERM: _DENIED,
     errno.EROFS: _DENIED,
-    errno.ENOTDIR: "a part of the path{where} is a file and no folder; name another path",
-    errno.EISDIR: "the path{where} is a folder, where a file is needed; name another path",
-    errno.EEXIST: "the path{where} exists already and is in the way; name another path",
+    errno.ENOTDIR: "a part of the path{where} is a file instead of a folder; use another path",
+    errno.EISDIR: "the path{where} is a folder instead of a file; use another path",
+    errno.EEXIST: "the path{where} already exists; use another path",
     errno.ENAMETOOLONG: "the path{where} has a name that is too long for the file system; choose a shorter one",
 }
 

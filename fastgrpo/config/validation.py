@@ -109,7 +109,7 @@ def _evaluation_groups_fit(max_num_seqs, eval_num_generations):
 
 def _refills_are_allowed(dynamic_sampling):
     if dynamic_sampling == 1:
-        raise ValueError("dynamic_sampling=1 draws no second batch of prompts: raise it, or turn it off by 0")
+        raise ValueError("dynamic_sampling=1 samples no second batch of prompts; use at least 2, or 0 to turn it off")
 
 
 def _the_backend_can_abort(oversampling_factor, rollout_backend):
@@ -133,15 +133,15 @@ def _adapters_are_their_own_reference(use_peft, ref_storage, sync_ref_model):
     asked = [name for name, value in given.items() if value]
     if asked and use_peft:
         raise ValueError(
-            f"{asked[0]} does not go with use_peft: the reference is the policy without its adapters; leave it out"
+            f"{asked[0]} cannot be combined with use_peft, whose reference is the policy without adapters; leave it out"
         )
 
 
 def _a_quantized_reference_rests(ref_storage, sync_ref_model):
     if ref_storage in ("int8", "nf4") and sync_ref_model:
         raise ValueError(
-            f"sync_ref_model does not go with ref_storage={ref_storage}: it needs the reference's exact weights; "
-            "choose one of them"
+            f"sync_ref_model cannot be combined with ref_storage={ref_storage}, because it needs exact weights of the "
+            "reference; leave out one of the two settings"
         )
 
 
@@ -176,7 +176,7 @@ def _tokens_can_have_advantages(
         if wrong:
             raise ValueError(
                 f"process_rewards=token gives each token its own advantage, but {stated} needs one advantage for "
-                "a whole completion; leave one of the two out"
+                "a whole completion; leave out one of the two settings"
             )
 
 
@@ -196,7 +196,7 @@ def _the_gradient_has_a_bound(head_backward_tolerance, entropy_coef, use_adaptiv
         if head_backward_tolerance and value:
             raise ValueError(
                 f"head_backward_tolerance={head_backward_tolerance:g} bounds the gradient of log-probs, but {name} "
-                "has a gradient on every entry of the vocabulary; leave one of the two out"
+                "has a gradient on every entry of the vocabulary; leave out one of the two settings"
             )
 
 
@@ -244,7 +244,7 @@ def _one_source_of_rows(train_file, dataset_train_split):
 
 def _none_stands_alone(report_to):
     if "none" in report_to and len(report_to) > 1:
-        raise ValueError(f"report_to={' '.join(report_to)} names none and a tracker; leave one of the two out")
+        raise ValueError(f"report_to={' '.join(report_to)} names none and a tracker; leave out none, or the tracker")
 
 
 RULES = (

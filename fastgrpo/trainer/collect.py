@@ -125,7 +125,7 @@ class Collector:
         if len(rows) != taken:  # the rollout would wait for the groups that are missing
             raise ValueError(
                 f"the source of training rows ({type(self.source).__name__}) gave {len(rows)} rows for take({taken}); "
-                "let it begin again at its end"
+                "at the end of its rows, it must start again"
             )
         prompts = [self.prompts(row) for row in rows]
         check_prompts(prompts, self.engine.policy, self.args.max_completion_length)
@@ -151,7 +151,7 @@ class Collector:
         if len({*digests}) > 1:
             raise ValueError(
                 f"the source of training rows ({type(self.source).__name__}) gave other rows on other ranks; its rows "
-                "must follow from its state and from the settings alone"
+                "must depend only on its state and the settings"
             )
         with self.timer.stage("reward"):
             judged = judging.result()
