@@ -71,7 +71,7 @@ def batch(stated: Stated) -> dict[str, Any]:
     at_once, given = device * world, f"per_device_train_batch_size={device} x WORLD_SIZE={world}"
     if steps is not None and whole is not None:
         raise ValueError(
-            f"steps_per_generation={steps} and generation_batch_size={whole} determine each other; leave out one of them"
+            f"steps_per_generation={steps} and generation_batch_size={whole} determine each other; leave one out"
         )
     if whole is not None and whole % at_once:
         raise ValueError(f"generation_batch_size={whole} must be a multiple of {given}")

@@ -137,7 +137,7 @@ class MemoryPlan:
             remedies.append("use a smaller model, larger GPUs, or more of them with --parallel fsdp2")
         each = f"each of {self.ranks} processes" if self.ranks > 1 else "the run"
         raise ValueError(
-            f"{each} needs at least {gib(self.least)} of memory {TIMES[time]}, but only {gib(self.room)} are available: "
+            f"{each} needs at least {gib(self.least)} of memory {TIMES[time]}, and {gib(self.room)} are available: "
             f"{', '.join(f'{part.name} {gib(part.bytes)}' for part in parts)}, and {group}\n  {'; '.join(remedies)}"
         )
 

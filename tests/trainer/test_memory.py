@@ -275,7 +275,7 @@ def test_the_device_with_the_least_room_decides_for_all(planned, tmp_path):
 def test_a_trainer_refuses_a_run_that_does_not_fit_before_it_loads_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(setup, "plan_run", functools.partial(plan_run, room=2**20))
     monkeypatch.setattr(setup, "policy_and_tokenizer", lambda *_: pytest.fail("the weights were loaded"))
-    with pytest.raises(ValueError, match=r"the run needs at least .* MiB .*, but only 1.00 MiB are available"):
+    with pytest.raises(ValueError, match=r"the run needs at least .* MiB .*, and 1.00 MiB are available"):
         make_trainer(tmp_path)
     assert not (tmp_path / "run").exists()
 
