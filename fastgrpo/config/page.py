@@ -124,7 +124,6 @@ DIFFERS = [
     ("`save_model(output_dir)` writes into the run folder", "writes into its folder `final/`"),
     ("`optimizers=` replaces the optimizer", "an error that names the settings to use"),
     ("`trainer.accelerator` exists", "does not exist; use `is_world_process_zero()`"),
-    ("`tools`, `environment_factory`, `rollout_func` and `use_vllm` exist", "an error that names the argument"),
 ]
 HEADER = "| flag | default (allowed values) | meaning |\n|------|--------------------------|---------|"
 
@@ -135,6 +134,7 @@ TABLES = [
     ("Data", _DATA, ("PromptConfig", "DatasetConfig", "TrainSplitConfig", "TestSplitConfig", "OrderConfig")),
     ("Model", "", ("ModelConfig", "LoadingConfig")),
     ("Rollout", "", ("CompletionConfig", "RolloutConfig", "TokenFilterConfig", "EngineConfig")),
+    ("Tools", "", ("ToolsConfig",)),
     ("Rewards", "", ("RewardFunctionsConfig", "RewardConfig")),
     ("Advantage", "", ("AdvantageConfig",)),
     ("Objective", "", ("ObjectiveConfig",)),

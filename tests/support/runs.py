@@ -17,7 +17,7 @@ def share_of_a(completions, **_):
 
 
 # Arguments of the trainer; every other name is a setting.
-GIVEN = ("callbacks", "peft_config", "reward_processing_classes", "optimizers", "tools")
+GIVEN = ("callbacks", "peft_config", "reward_processing_classes", "optimizers")
 
 
 def make_trainer(tmp_path, reward=share_of_a, rows=PROMPTS, eval_rows=None, chat=False, **settings):

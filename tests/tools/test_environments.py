@@ -198,10 +198,14 @@ def test_rejects_what_cannot_be_an_environment_or_a_prompt():
     class NoReset:
         pass
 
+    class Needs:
+        def reset(self, level):
+            pass
+
     for factory, message in ((NoReset, "no method reset"), (lambda: 1 / 0, "cannot be made: ZeroDivisionError")):
         with pytest.raises(ValueError, match=message):
             Environments(factory)
-    with pytest.raises(ValueError, match=r"every column of the row.*'other'"):
-        Environments(Trouble).start([{"other": 1}], [0])
+    with pytest.raises(ValueError, match="cannot take the columns other: missing a required argument: 'level'"):
+        Environments(Needs).start([{"other": 1}], [0])
     with pytest.raises(ValueError, match="tools need a prompt of messages, got 'go'"):
         Environments(None, [extra]).start([{"prompt": "go"}], [0])

@@ -144,7 +144,6 @@ def test_evaluations_of_several_data_sets(tmp_path):
 @pytest.mark.parametrize(
     "given, match",
     [
-        ({"tools": [length]}, "tools is not supported yet"),
         ({"peft_config": peft.LoraConfig(lora_dropout=0.1)}, "peft_config: lora_dropout=0.1"),
         ({"peft_config": peft.LoraConfig(), "use_peft": True}, "both add adapters"),
         ({"rows": {"train": PROMPTS}}, "train_dataset is of type dict"),
