@@ -29,7 +29,7 @@ def shown(a, b):  # a dialogue that shows the use of the tool
 
 def right(completions, answer, **columns):  # the number after the last = of the last message
     said = [re.findall(r"=\s*(\d+)", messages[-1]["content"] or "") for messages in completions]
-    return [float(numbers[-1:] == [str(number)]) for numbers, number in zip(said, answer)]
+    return [float(numbers[-1:] == [str(number)]) for numbers, number in zip(said, answer, strict=True)]
 
 
 draw = random.Random(0).randrange
