@@ -2,6 +2,9 @@
 
     --task reasoning_gym --reasoning_gym_tasks chain_sum:2,leg_counting
 
+Beside its arguments, a task has a `weight`, and `solved`: the number of solved problems that come before each prompt. A
+small model may never write the tags without one.
+
 Training draws new problems without end. The held-out problems have other seeds, the same ones in every run, and
 training skips their questions. The columns of a row are the `question`, `answer` and `metadata` of reasoning-gym.
 
@@ -18,9 +21,9 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastgrpo.config.fields import did_you_mean, keywords
+from fastgrpo.config.fields import Positive, Size, convert, did_you_mean, keywords
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.data import Source
 from fastgrpo.rewards.answers import completion_text
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
     from reasoning_gym.composite import CompositeDataset
     from transformers import PreTrainedTokenizerBase
 
-HELD_OUT, HELD_OUT_SEED = 200, 2**40  # the seed is beyond those of training
+HELD_OUT = 200
+HELD_OUT_SEED, SOLVED_SEED = 2**40, 2**41  # beyond the seeds of training
 CHECKED = 32  # rows that are validated before the first step
 EPOCH = 1000
 FORMAT_REWARD = 0.1
@@ -55,14 +59,22 @@ FUNCTIONS = {
 _GROWING = (ast.Pow, ast.LShift, ast.Mult)
 
 
-def chosen(text: str | None) -> dict[str, tuple[float, dict[str, Any]]]:
-    """Read `reasoning_gym_tasks`: the weight and the arguments of each task.
+class Chosen(NamedTuple):
+    """The settings of one task."""
+
+    weight: float
+    solved: int
+    arguments: dict[str, Any]
+
+
+def chosen(text: str | None) -> dict[str, Chosen]:
+    """Read `reasoning_gym_tasks`.
 
     Examples:
-        >>> chosen("chain_sum:2,leg_counting")
-        {'chain_sum': (2.0, {}), 'leg_counting': (1.0, {})}
-        >>> chosen('{"chain_sum": {"weight": 2, "max_terms": 3}}')
-        {'chain_sum': (2.0, {'max_terms': 3})}
+        >>> list(chosen("chain_sum:2,leg_counting"))
+        ['chain_sum', 'leg_counting']
+        >>> chosen('{"chain_sum": {"weight": 2, "max_terms": 3}}')["chain_sum"]
+        Chosen(weight=2.0, solved=0, arguments={'max_terms': 3})
     """
     if not text:
         raise ValueError("task=reasoning_gym needs --reasoning_gym_tasks: names such as chain_sum,leg_counting")
@@ -73,17 +85,14 @@ def chosen(text: str | None) -> dict[str, tuple[float, dict[str, Any]]]:
         given = {name: {"weight": weight} if mark else {} for name, mark, weight in pairs}
         if len(given) < len(pairs):
             raise ValueError(f"reasoning_gym_tasks={text} has a task twice; name each once")
-    return {name: (_weight(name, own.pop("weight", 1)), own) for name, own in given.items()}
-
-
-def _weight(name, value):
-    try:
-        weight = float(value)
-    except (TypeError, ValueError):
-        weight = 0.0
-    if not 0 < weight < float("inf"):
-        raise ValueError(f"the weight of {name} in reasoning_gym_tasks must be a positive number, got {value!r}")
-    return weight
+    return {
+        name: Chosen(
+            convert("weight", own.pop("weight", 1), Positive, f"reasoning_gym_tasks: {name}: "),
+            convert("solved", own.pop("solved", 0), Size, f"reasoning_gym_tasks: {name}: "),
+            own,
+        )
+        for name, own in given.items()
+    }
 
 
 @functools.cache
@@ -94,16 +103,16 @@ def problems(text: str | None, seed: int) -> "CompositeDataset":
     from reasoning_gym.factory import DATASETS
 
     known = sorted(DATASETS.keys() - {"composite"})
-    for name, (_, own) in specs.items():
+    for name, given in specs.items():
         if name not in known:
             remedy = did_you_mean(name, known) or f"; it has {', '.join(known)}"
             raise ValueError(f"reasoning_gym_tasks: reasoning-gym has no task {name!r}{remedy}")
         fields = [field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
-        for field in own:
+        for field in given.arguments:
             if field not in fields:
                 raise ValueError(
                     f"reasoning_gym_tasks: {name} has no argument {field!r}{did_you_mean(field, fields)}; it has "
-                    f"weight, {', '.join(fields)}"
+                    f"weight, solved, {', '.join(fields)}"
                 )
     if HASHED & specs.keys() and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise ValueError(
@@ -111,7 +120,7 @@ def problems(text: str | None, seed: int) -> "CompositeDataset":
             "run could be resumed; set the environment variable PYTHONHASHSEED=0"
         )
     try:
-        listed = [DatasetSpec(name, weight, own) for name, (weight, own) in specs.items()]
+        listed = [DatasetSpec(name, given.weight, given.arguments) for name, given in specs.items()]
         return CompositeDataset(CompositeConfig(size=EPOCH, seed=seed, datasets=listed))
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"reasoning_gym_tasks={text}: {error}") from error
@@ -244,21 +253,31 @@ class Problems(Source):
 def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase") -> Task:
     """Build the task. `system_prompt` may be the name of one of reasoning-gym's."""
     refuse_data("reasoning_gym", config, ("dataset_name", "dataset_config"))
-    test_set = problems(config.reasoning_gym_tasks, HELD_OUT_SEED)
+    test_set, solutions = (problems(config.reasoning_gym_tasks, seed) for seed in (HELD_OUT_SEED, SOLVED_SEED))
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
     system = SYSTEM_PROMPTS.get(config.system_prompt or "default", config.system_prompt).strip()
 
+    solved = {
+        name: [solutions.datasets[name][index] for index in range(given.solved)]
+        for name, given in chosen(config.reasoning_gym_tasks).items()
+    }
+
     def to_row(entry):
-        question = entry["question"]
-        prompt = f"{system}\n\n{question}\n" if tokenizer.chat_template is None else [
-            {"role": "system", "content": system}, {"role": "user", "content": question}
-        ]  # fmt: skip
-        return {"prompt": prompt, **entry}
+        turns = [system]
+        for other in solved[entry["metadata"]["source_dataset"]]:
+            turns += [other["question"], f"<answer>{other['answer']}</answer>"]
+        turns.append(entry["question"])
+        if tokenizer.chat_template is None:
+            return {"prompt": "\n\n".join(turns) + "\n", **entry}
+        roles = ["system", *["user", "assistant"] * (len(turns) // 2)]
+        return {"prompt": [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)], **entry}
 
     @functools.cache
     def held_out():
-        return [to_row(test_set[index]) for index in range(HELD_OUT)]
+        shown = {other["question"] for listed in solved.values() for other in listed}
+        entries = (test_set[index] for index in range(HELD_OUT))
+        return [to_row(entry) for entry in entries if entry["question"] not in shown]
 
     def train():
         return Problems(problems(config.reasoning_gym_tasks, config.seed), to_row, held_out())

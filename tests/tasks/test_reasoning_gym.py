@@ -46,8 +46,9 @@ def scored(task, rows, texts):
 
 @pytest.mark.parametrize("text, message", [
     (None, "needs --reasoning_gym_tasks"),
-    ("chain_sum:0", "weight of chain_sum"),
-    ("chain_sum:many", "weight of chain_sum"),
+    ("chain_sum:0", "chain_sum: weight must be positive"),
+    ("chain_sum:many", "chain_sum: weight must be"),
+    ('{"chain_sum": {"solved": -1}}', "chain_sum: solved must be at least 0"),
     ("chain_sum,ab,chain_sum", "twice"),
     ('{"chain_sum": 2}', "chain_sum must be a dictionary"),
 ])  # fmt: skip
@@ -60,7 +61,7 @@ def test_a_config_file_gives_tasks_as_a_mapping(tmp_path):
     file = tmp_path / "gym.yaml"
     file.write_text("task: reasoning_gym\nreasoning_gym_tasks:\n  chain_sum: {weight: 2, max_terms: 3}\n  ab: {}\n")
     text = parse(["--config", str(file)]).reasoning_gym_tasks
-    assert reasoning_gym.chosen(text) == {"chain_sum": (2, {"max_terms": 3}), "ab": (1, {})}
+    assert reasoning_gym.chosen(text) == {"chain_sum": (2, 0, {"max_terms": 3}), "ab": (1, 0, {})}
     with pytest.raises(ValueError, match="only if task is reasoning_gym"):
         TrainConfig(reasoning_gym_tasks="ab")
 
@@ -141,6 +142,13 @@ def test_scores_the_text_in_the_last_answer_tags():
     assert max(scored(task, rows, ["<answer>x[</answer>"] * 40)[0]) < 0.1  # int() of it fails in their code
     system = rows[0]["prompt"][0]
     assert system["role"] == "system" and system["content"].startswith("Answer the question directly")
+    task = built(
+        {"leg_counting": {"solved": 2, "min_animals": 1, "max_animals": 1, "max_instances": 3}}, system_prompt="direct"
+    )
+    row = task.test()[0]
+    assert [message["role"] for message in row["prompt"]] == ["system", *["user", "assistant"] * 2, "user"]
+    shown = {message["content"] for message in row["prompt"][1:-1]}
+    assert not shown & {row["question"] for row in task.test()}
     plain = built("spell_backward", tiny.tokenizer(), system_prompt="Do it.").test()[0]
     assert plain["prompt"] == f"Do it.\n\n{plain['question']}\n"
 
