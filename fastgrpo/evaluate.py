@@ -1,7 +1,8 @@
 """python -m fastgrpo.evaluate MODEL [MODEL ...]: measure accuracy, pass@k and maj@k on held-out prompts.
 
 One greedy completion per prompt gives the accuracy. For pass@k and maj@k, --eval_num_generations N also samples N
-completions per prompt. --output FILE writes every completion to a file.
+completions per prompt. --show N prints the first N completions of the models beside each other. --output FILE writes
+every completion to a file.
 
 Under torchrun, each rank loads the models and evaluates a part of the prompts. The number of ranks does not change the
 results. Only rank 0 writes them.
@@ -13,7 +14,7 @@ import sys
 
 from fastgrpo.config import sections
 from fastgrpo.config.command import new_file, parse_flags, quiet_libraries, run_command
-from fastgrpo.config.fields import Count, Several, Temperature, settings_class
+from fastgrpo.config.fields import Count, Several, Size, Temperature, settings_class
 from fastgrpo.config.recipe import take_flag, task_defaults
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.records import TrainerState
@@ -47,6 +48,8 @@ class EvaluateConfig(
     """Evaluate on the first N held-out prompts. None evaluates on all of them."""
     temperature: Temperature = 1.0
     """Sample the completions of eval_num_generations at this temperature."""
+    show: Size = 0
+    """Print the first N completions of all models beside each other, sampled ones first."""
     output: str | None = None
     """Write every completion to this new file, one JSON object per line. None writes no file."""
 
@@ -70,7 +73,7 @@ def parse(argv: list[str]) -> EvaluateConfig:
 def evaluate_models(argv: list[str]) -> None:
     """Evaluate every model of the command line, and print the table."""
     config = parse(argv)
-    from fastgrpo.evaluation.heldout import comparison
+    from fastgrpo.evaluation.heldout import beside, comparison
     from fastgrpo.policy.load import load_tokenizer
 
     quiet_libraries()
@@ -88,6 +91,8 @@ def evaluate_models(argv: list[str]) -> None:
             file.writelines(json.dumps({"model": path, **row}, ensure_ascii=False) + "\n" for row in results[-1].rows)
             file.flush()
     if ranks.lead:
+        if config.show:
+            print_columns(beside(config.models, results, config.show))
         print_columns(comparison(config.models, results))
 
 

@@ -1,11 +1,13 @@
 """Evaluation on held-out prompts, with the rollout and rewards of training.
 
-One greedy completion per prompt gives the accuracy, and K sampled ones give pass@k and maj@k. The format rate is the
+One greedy completion per prompt gives the accuracy, and K sampled ones give pass@k and maj@k. With only one prompt,
+its sampled completions give the accuracy. The format rate is the
 share of completions with the full mark of a reward function named ...format_reward: its attribute `full_mark`, or 1.0.
 Every mean has a 95% interval, see estimators.py.
 """
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from fastgrpo.data.prompts import shortened
 from fastgrpo.data.records import Sample, TrainerState
 from fastgrpo.evaluation.estimators import MAX_DRAWS, bootstrap, maj_at_k, pass_at_k, wilson
 from fastgrpo.policy.fit import prompts_of
@@ -83,7 +86,8 @@ class Evaluation:
         by_kind = {name.partition("@")[0]: name for name in self.values if "@" in name}  # the last k of each
         shown = dict.fromkeys(["eval/accuracy", *(["eval/pass@1"] if by_kind else []), *by_kind.values()])
         means = ", ".join(f"{name.removeprefix('eval/')} {self.cell(name)}" for name in shown)
-        return "\n".join([f"{means} ({prompts} prompts, {self.values['eval/time']:.1f} s)", *notes])
+        prompts = f"{prompts} prompt{'s' * (prompts != 1)}"
+        return "\n".join([f"{means} ({prompts}, {self.values['eval/time']:.1f} s)", *notes])
 
     def cell(self, name: str) -> str:
         """Format a value with its interval.
@@ -154,12 +158,13 @@ def evaluate(
         return result.completions
 
     drawn = greedy = judged(dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0), 1, "eval/")
-    means.add("eval/accuracy", [float(_right(completion)) for completion in greedy], share=True)
     shown = [_row(i, "greedy", completion) for i, completion in enumerate(greedy)]
     if num_generations:
         drawn = judged(sampling, num_generations, "eval/sampled/")
         _add_estimates(drawn, num_generations, means)
         shown += [_row(*divmod(i, num_generations), completion) for i, completion in enumerate(drawn)]
+    counted = drawn if len(rows) == 1 else greedy  # one greedy completion is an accuracy of 0 or 1
+    means.add("eval/accuracy", [float(_right(completion)) for completion in counted], share=True)
     means.values["eval/time"] = time.perf_counter() - started
     return Evaluation(means.values, means.intervals, shown, means.notes, drawn)
 
@@ -199,15 +204,14 @@ class _Means:
     def add(self, name, by_problem, share=False):
         """Add a mean of one value per problem; NaN means no value.
 
-        If all values are 0 or 1, use Wilson's interval. Otherwise use the bootstrap, which needs more than one
-        problem.
+        If all values are 0 or 1, use Wilson's interval. Otherwise use the bootstrap. One value has no interval.
         """
         given = [value for value in by_problem if value == value]
         if not given:
             return
         self.values[name] = sum(given) / len(given)
-        counted = share and set(given) <= {0.0, 1.0}
-        if counted or len(given) > 1:
+        if len(given) > 1:
+            counted = share and set(given) <= {0.0, 1.0}
             self.intervals[name] = wilson(sum(given), len(given)) if counted else bootstrap(given)
 
 
@@ -289,9 +293,32 @@ def comparison(models: Sequence[str], results: Sequence[Evaluation]) -> list[lis
         The cells by line, titles first: a line per metric, a column per model.
     """
     names = dict.fromkeys(name for result in results for name in result.values)
-    names = sorted(names, key=lambda name: not ("accuracy" in name or "@" in name))  # the most quoted ones come first
+    names = sorted(names, key=lambda name: ("accuracy" not in name, "@" not in name))  # the most quoted ones come first
     units = {"eval/time": " (s)"}
     lines = [
         [name.removeprefix("eval/") + units.get(name, ""), *(result.cell(name) for result in results)] for name in names
     ]
     return [["metric", *models], *lines]
+
+
+def beside(models: Sequence[str], results: Sequence[Evaluation], count: int) -> list[list[str]]:
+    """Format the first completions of several models as a table.
+
+    Args:
+        models: The name of each model.
+        results: The results of each model on the same prompts.
+        count: Number of completions per model. The first draw of each prompt comes first, and greedy ones last.
+
+    Returns:
+        The cells by line, titles first: a line per prompt and draw, a column per model.
+    """
+
+    def place(row):
+        return math.inf if row["draw"] == "greedy" else row["draw"], row["problem"]
+
+    def cell(row):
+        return f"{'right' if row['right'] else 'wrong'}: {completion_text(row['completion'])}"
+
+    lines = itertools.islice(zip(*(sorted(result.rows, key=place) for result in results), strict=True), count)
+    cells = [[shortened(line[0]["prompt"]), str(line[0]["draw"]), *map(cell, line)] for line in lines]
+    return [["prompt", "draw", *models], *cells]

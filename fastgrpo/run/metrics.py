@@ -111,7 +111,8 @@ METRICS = {
     "eval/loss": "in supervised training, mean negative log-likelihood of a token of held-out completions, nats. In "
     "GRPO, loss of the sampled completions of held-out prompts as one batch, without an update; if none were sampled, "
     "of the greedy ones, which have no advantage",
-    "eval/accuracy": "share of held-out prompts whose greedy completion gets at least 1 from the first reward function",
+    "eval/accuracy": "share of held-out prompts whose greedy completion gets at least 1 from the first reward "
+    "function; with one prompt, share of its sampled completions, if any",
     "eval/reward": "mean of the total reward of the greedy completions of held-out prompts",
     "eval/rewards/{function}/mean": "mean of one reward function over the greedy completions of held-out prompts",
     "eval/rewards/{function}/errors": "number of greedy completions on which one reward function failed, with "

@@ -5,7 +5,7 @@ import tiny
 
 from fastgrpo.data.records import TrainerState
 from fastgrpo.evaluation.estimators import MAX_DRAWS
-from fastgrpo.evaluation.heldout import Evaluation, comparison, draws_reported, evaluate
+from fastgrpo.evaluation.heldout import Evaluation, beside, comparison, draws_reported, evaluate
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
@@ -31,6 +31,24 @@ def test_summary_shows_accuracy_pass_at_k_and_notes():
     assert [line[0] for line in lines] == ["metric", "accuracy", "pass@1", "pass@4", "mean_length", "time (s)"]
     assert lines[1][1:] == ["0.500 [0.100, 0.900]", ""]
     assert [draws_reported(count) for count in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8]]
+
+
+def test_completions_of_the_same_draw_stand_beside_each_other():
+    def result(name, right):
+        draws = [("greedy", 0), ("greedy", 1), (0, 0), (1, 0), (0, 1), (1, 1)]
+        rows = [
+            dict(problem=i, draw=draw, prompt=f"p{i}", completion=f"{name}{draw}{i}", right=right) for draw, i in draws
+        ]
+        return Evaluation({}, {}, rows, [])
+
+    assert beside(["one", "two"], [result("a", True), result("b", False)], 5) == [
+        ["prompt", "draw", "one", "two"],
+        ["'p0'", "0", "right: a00", "wrong: b00"],
+        ["'p1'", "0", "right: a01", "wrong: b01"],
+        ["'p0'", "1", "right: a10", "wrong: b10"],
+        ["'p1'", "1", "right: a11", "wrong: b11"],
+        ["'p0'", "greedy", "right: agreedy0", "wrong: bgreedy0"],
+    ]
 
 
 def test_too_many_draws_are_refused():

@@ -175,6 +175,17 @@ def test_completions_are_sorted(page):
     ]  # fmt: skip
 
 
+def test_completions_of_one_prompt_stand_beside_each_other_for_all_runs(page):
+    page.click("#samples-beside")
+    shown = """return Array.from(document.querySelectorAll(".column"), (column) =>
+      [column.querySelector("h4"), ...column.querySelectorAll(".text")].map((e) => e.textContent));"""
+    assert page.run(shown) == [
+        ["<new> run, step 1", "answer 0 of 1.0", "answer 2 of 1.0", "answer 1 of 1.0"], ["older, step 1", "old 1"],
+    ]  # fmt: skip
+    page.click("[aria-label='Next step']")  # no other run has its prompt
+    assert [column[0] for column in page.run(shown)] == ["<new> run, step 5"]
+
+
 def test_a_search_lists_hits_jumps_to_them_and_marks_them(page):
     search(page, "ANSWER 2")
     assert page.text(".told") == "6 texts match."

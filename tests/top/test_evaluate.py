@@ -99,9 +99,14 @@ def test_equal_shares_for_every_problem_have_an_interval():
     result = run(["7"] * 3, ["7"] * 12, [correctness, format_reward])
     for name in ("accuracy", "pass@1", "pass@4", "maj@4", "format_rate", "sampled/format_rate"):
         assert result.intervals[f"eval/{name}"] == wilson(0, 3), name
-    result = run(["7"], ["42", "7", "7", "7"])  # one problem has no interval but that of a share
-    assert result.values["eval/pass@1"] == 0.25 and "eval/pass@1" not in result.intervals
-    assert result.intervals["eval/accuracy"] == wilson(0, 1) and "pass@1 0.250, pass@4" in result.summary()
+
+
+def test_the_accuracy_of_one_prompt_is_that_of_its_draws():
+    result = run(["7"], ["42", "7", "7", "7"])
+    assert result.values["eval/accuracy"] == result.values["eval/pass@1"] == 0.25
+    assert result.intervals == {"eval/accuracy": wilson(1, 4)}  # nothing else is measured more than once
+    assert "accuracy 0.250 [0.046, 0.699], pass@1 0.250, pass@4 1.000, maj@4 0.000 (1 prompt, " in result.summary()
+    assert run(["7"], []).metrics()["eval/accuracy"] == 0 and not run(["7"], []).intervals
 
 
 def test_averages_logged_metrics_of_reward_functions():
@@ -173,7 +178,7 @@ def test_compares_two_models(tmp_path, capfd, monkeypatch):
         file.write_text(json.dumps({**json.loads(file.read_text()), "clean_up_tokenization_spaces": True}))
     output = tmp_path / "completions.jsonl"
     argv = [*models, *problems(tmp_path), "--max_eval_samples", "3", "--top_p", "0.9", "--top_k", "20"]
-    argv += ["--max_completion_length", "4", "--output", str(output)]
+    argv += ["--max_completion_length", "4", "--show", "7", "--output", str(output)]
     assert main(argv) == 0
     table, err = capfd.readouterr()
     assert all(model in table for model in models) and asked == [None] * 2
@@ -184,6 +189,11 @@ def test_compares_two_models(tmp_path, capfd, monkeypatch):
     written = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["model"] for row in written] == [models[0]] * 9 + [models[1]] * 9
     assert {row["problem"] for row in written} == {0, 1, 2}
+    # --show: the draws of both models beside each other, and the greedy ones after them
+    shown = [line.split(" | ") for line in table.splitlines()[:9]]
+    assert [cell.strip(" |") for cell in shown[0]] == ["prompt", "draw", *models]
+    assert [line[1].strip() for line in shown[2:]] == ["0"] * 3 + ["1"] * 3 + ["greedy"]
+    assert [re.findall(r"\d\+1", line[0]) for line in shown[2:]] == [[f"{i}+1"] for i in (0, 1, 2, 0, 1, 2, 0)]
     assert main([*argv[:-1], str(tmp_path / "again.jsonl")]) == 0
     assert (tmp_path / "again.jsonl").read_text() == output.read_text()
 

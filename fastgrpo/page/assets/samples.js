@@ -192,6 +192,7 @@ class Browser {
     this.color = select(() => this.show());
     this.sort = select(() => this.show());
     this.lowest = element("input", { type: "checkbox", onchange: () => this.show() });
+    this.beside = element("input", { type: "checkbox", onchange: () => this.show() });
     this.search = element("input", { type: "search", autocomplete: "off", onchange: () => this.setSearch() });
     const around = (name, choice) => ["◀", "▶"].map((sign, i) => element("button", { type: "button",
       "aria-label": `${i ? "Next" : "Previous"} ${name}`, onclick: () => this.move(choice, 2 * i - 1) }, sign));
@@ -206,6 +207,7 @@ class Browser {
       labelled("Group", this.groupChoice, "group", ...around("group", this.groupChoice)),
       labelled("Tokens colored by", this.color, "color"),
       labelled("Sorted by", this.sort, "sort", element("label", {}, this.lowest, " lowest first")),
+      labelled("Same prompt in the first and last steps of all runs", this.beside, "beside"),
       labelled("Search in all texts of the run", this.search, "search"));
     this.told = element("p", { class: "note told", role: "status" });
     this.hits = element("ol", { class: "hits", "aria-label": "Matching texts" });
@@ -271,6 +273,7 @@ class Browser {
     marked(around, text, Math.max(0, from - 40), Math.min(text.length, to + 60), [[from, to]]);
     return element("li", {}, element("button", { type: "button", onclick: () => {
       this.stepChoice.value = stepIndex;
+      this.beside.checked = false;
       this.show(groupIndex);
       const target = order === null ? this.prompt : this.cards.querySelector(`[data-order="${order}"]`);
       target.scrollIntoView({ block: "center" });
@@ -294,11 +297,21 @@ class Browser {
       if (role) this.prompt.append(label);
       shown(this.prompt, content, hits, (box, limit) => marked(box, content, 0, limit, hits));
     }
-    this.cards.replaceChildren(...this.sorted(group.completions).map(([completion, order]) =>
-      card(completion, order, by, this.find, this.weights)));
+    const cards = ({ completions }, weights) => this.sorted(completions).map(([completion, order]) =>
+      card(completion, order, by, this.find, weights));
+    this.cards.replaceChildren(...(this.beside.checked ? this.sameAs(group).map(({ title, other, weights }) =>
+      element("div", { class: "column" }, element("h4", {}, title), ...cards(other, weights))) : cards(group, this.weights)));
     const { labels = [], prefix } = SCALES[by] || {};
     this.legend.replaceChildren(...labels.map((label, i) => element("span", { class: `token ${prefix}${i}` }, label)));
     if (by === "ratios") this.legend.append(element("span", { class: "token clip" }, "clipped"));
+  }
+
+  /** Find the groups with the prompt of `group`: it, and the first and last of each run. */
+  sameAs(group) {
+    const prompt = JSON.stringify(group.prompt);
+    return this.runs.flatMap(({ name, weights, samples }) => samples.steps.flatMap(({ step, groups }) =>
+      groups.filter((other) => JSON.stringify(other.prompt) === prompt).map((other) => ({ title: `${name}, step ${step}`, other, weights })))
+      .filter(({ other }, i, all) => i === 0 || i === all.length - 1 || other === group));
   }
 
   /** The completions in the chosen order, each with its place in the group. */
