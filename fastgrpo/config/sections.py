@@ -66,7 +66,8 @@ class PromptConfig:
     dataset (your rows with a `prompt` column, and rewards from reward_funcs)."""
     reasoning_gym_tasks: Annotated[str, BeforeValidator(_text)] | None = None
     """Draw problems from these tasks of reasoning-gym, with weights: chain_sum:2,leg_counting; with arguments, as a
-    dictionary or its JSON text: {"chain_sum": {"weight": 2, "max_terms": 3}}."""
+    dictionary or its JSON text: {"chain_sum": {"weight": 2, "max_terms": 3}}. The argument solved puts this many solved
+    problems before each prompt of a task."""
     system_prompt: str | None = None
     """Replace the task's system prompt by this text. None keeps the task's system prompt."""
     chat_template_kwargs: Keywords | None = None
