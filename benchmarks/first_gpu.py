@@ -24,7 +24,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.compare import KERNELS_ONLY, RESULTS, SAME_RUN, append, results_file, rows_of
+from benchmarks.compare import KERNELS_ONLY, SAME_RUN, append, results_file, rows_of
 from benchmarks.first_sizes import (
     FLATTEN_SIZES,
     HEAD_SHAPES,
@@ -224,18 +224,16 @@ def parts() -> list[Part]:
     ]  # fmt: skip
 
 
-def run_parts(
-    chosen: Sequence[Part], seconds: float = SECONDS, now: Callable[[], float] = time.monotonic
-) -> Iterator[Outcome]:
-    """Run parts in order, within `seconds` for all of them, and yield the outcome of each as soon as it ends."""
-    end, reserved = now() + seconds, sum(part.reserved for part in chosen)
+def run_parts(chosen: Sequence[Part]) -> Iterator[Outcome]:
+    """Run parts in order, within `SECONDS` for all of them, and yield the outcome of each as soon as it ends."""
+    end, reserved = time.monotonic() + SECONDS, sum(part.reserved for part in chosen)
     for part in chosen:
         reserved -= part.reserved
-        left = end - now() - reserved
+        left = end - time.monotonic() - reserved
         if part.command is None:
             yield Outcome(part, Found([], {}), f"{SANITIZER} is not here", "")
         elif left < LEAST:
-            yield Outcome(part, Found([], {}), f"no time was left of {seconds:.0f} s", "")
+            yield Outcome(part, Found([], {}), f"no time was left of {SECONDS} s", "")
         else:
             ended = run_limited(part.command, min(part.seconds, left), {**os.environ, **SAME_RUN, **part.variables},
                                 str(ROOT))  # fmt: skip
@@ -290,9 +288,9 @@ def main(names: Sequence[str]) -> int:
     return int(failed)
 
 
-def keep_text(lines: list[dict[str, Any]], outputs: list[str], folder: Path = RESULTS) -> Path:
+def keep_text(lines: list[dict[str, Any]], outputs: list[str]) -> Path:
     """Write the table and the last output of failed parts beside the results, and return the file."""
-    path = results_file("cuda", folder)
+    path = results_file("cuda")
     path = path.with_name(f"{path.stem}-first.txt")
     path.write_text("\n\n".join([bar_table(lines), *outputs]) + "\n")
     return path

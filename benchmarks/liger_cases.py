@@ -175,12 +175,12 @@ def function_knobs(knobs):
     return {{"epsilon_low": "eps_low", "epsilon_high": "eps_high"}.get(name, name): knobs[name] for name in knobs}
 
 
-def run_function(function, p, knobs, num_items=None, inplace=False):
+def run_function(function, p, knobs, num_items=None):
     """Return (loss, metrics, gradients) of Liger's function or ours, in fp32, reduced."""
     logits = logits_of(p).requires_grad_()
     loss, metrics = function(
         logits, p.old_logps, p.ref_logps if knobs.get("beta") else None, p.ids, p.advantages, p.mask.int(),
-        temperature=TEMPERATURE, inplace=inplace, reduce=True, vllm_is_ratio=p.ratio, num_items_in_batch=num_items,
+        temperature=TEMPERATURE, inplace=False, reduce=True, vllm_is_ratio=p.ratio, num_items_in_batch=num_items,
         **function_knobs(knobs),
     )  # fmt: skip
     loss.backward()

@@ -38,14 +38,14 @@ class Budget:
     epilogue: int | None  # instructions of a warp between the last product of a tile and the first of the next
     matrix: int | None  # matrix instructions of a warp per iteration of the loop
 
-    def far_from(self, other, share=0.05):
-        """Return a text with the numbers that differ by more than this share, or None."""
+    def far_from(self, other):
+        """Return a text with the numbers that differ by more than 5%, or None."""
         mine, theirs = asdict(self), asdict(other)
         far = [
             f"{name} {theirs[name]} -> {mine[name]}"
             for name in mine
             if (mine[name] is None) != (theirs[name] is None)
-            or abs((mine[name] or 0) - (theirs[name] or 0)) > share * (theirs[name] or 0)
+            or abs((mine[name] or 0) - (theirs[name] or 0)) > 0.05 * (theirs[name] or 0)
         ]
         return ", ".join(far) or None
 

@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -357,7 +357,7 @@ class GRPOUpdate:
         samples = list(chain.from_iterable(groups))
         if not self.corrects_sampler:
             samples = [dataclasses.replace(sample, sampler_logps=None) for sample in samples]
-        ends = [0, *torch.tensor([len(group) for group in groups]).cumsum(0).tolist()]
+        ends = list(accumulate(map(len, groups), initial=0))
         bounds = [ends[len(groups) * i // self.updates_per_rollout] for i in range(self.updates_per_rollout + 1)]
         minibatches = [range(start, end) for start, end in pairwise(bounds)]
         step_tokens = sum(len(s.drawn) for s in samples if not s.masked) / len(minibatches)
