@@ -98,8 +98,7 @@ decoding uses CUDA graphs only in bf16 on Hopper and Blackwell data-center GPUs.
 the tiny model, not of published models.
 
 For any other architecture, fastgrpo checks at load whether the engine supports it, by a forward pass without weights on
-the meta device. The tests do not use liger-kernel's layers, which need a GPU. `make pages` repeats the tests and writes
-this page.
+the meta device.
 
 | `model_type` | class | result | note |
 |---|---|---|---|

@@ -170,7 +170,7 @@ def test_peaks_at_different_times_are_not_added(planned):
 
 
 def test_a_run_that_does_not_fit_is_refused_with_flags_that_help(planned):
-    with pytest.raises(ValueError, match=r"there are 80.00 GiB: optimizer 85.11 GiB, gradients 28.37") as error:
+    with pytest.raises(ValueError, match=r"80.00 GiB are available: optimizer 85.11 GiB, gradients 28.37") as error:
         planned("7B", beta=0.04).check()
     first, *others = str(error.value).splitlines()[1].split("; ")
     assert "--use_peft True saves" in first and "which is enough" in first
