@@ -13,6 +13,7 @@ Functions import what needs models themselves: other commands than a training st
 
 import functools
 import importlib
+import json
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -134,17 +135,20 @@ def panels_of(task: ModuleType) -> Sequence[Panel]:
 
 def make_policy(module: ModuleType, path: Path, config: Any, announce: Callable[[int, int, float], None]) -> Path:
     """Make a task's own model, warm-start it, and save it with its tokenizer in the format of transformers."""
+    from fastgrpo.data.turns import TurnBuilder
     from fastgrpo.policy.load import load_policy
+    from fastgrpo.tools.calls import ToolBox
     from fastgrpo.trainer.supervised import sft
 
     save_model(path, *module.make_model(config.seed))
     policy, tokenizer = load_policy(
         path, dtype=config.dtype, device=config.device, use_liger_kernel=config.use_liger_kernel
     )
-    read = functools.cache(
-        lambda prompt, completion: to_examples(dict(prompt=prompt, completion=completion), tokenizer)
-    )
-    learned = [example for row in module.build(config, None).supervised() for example in read(**row)]  # rows may repeat
+    task = module.build(config, None)
+    box = ToolBox(task.tools, environment=task.environment and task.environment())
+    kwargs = TurnBuilder(tokenizer, box.schemas, config.template_kwargs).template_kwargs if box.tools else None
+    read = functools.cache(lambda row: to_examples(json.loads(row), tokenizer, template_kwargs=kwargs))
+    learned = [example for row in task.supervised() for example in read(json.dumps(row))]  # rows may repeat
     enough = module.enough(policy, tokenizer) if hasattr(module, "enough") else None
 
     def on_step(step, loss):
