@@ -1,9 +1,9 @@
 """Word problems for a character model that cannot calculate, but can call a calculator.
 
-    ann has 23 bags of 47 nuts and eats 58. how many   ->   calc(23*47-58)   ->   1023   ->   1023
+    231 bags which hold 47   ->   calc(231*47)   ->   10857   ->   10857
 
-The supervised warm start shows two ways to answer. Most examples write the right number at once, which the model
-cannot learn. The others call the tool `calc` with the numbers of the problem, but with random operators, and repeat
+The supervised warm start shows two ways to answer. Half of the examples write the right number at once, which the
+model cannot learn. The others call the tool `calc` with the numbers of the problem, but with random operators, and repeat
 its answer unless it is an error. GRPO rewards right numbers: it must find that calls are worth it, and which words mean which operator.
 
 The control is the same model without the tool: --max_tool_calling_iterations 0.
@@ -25,13 +25,18 @@ from fastgrpo.tools.calls import error_text
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-NAMES, THINGS = ("ann", "bob", "eve", "sam"), ("nuts", "eggs", "pens", "cups")
-MORE, LESS = ("finds", "buys", "wins"), ("eats", "sells", "loses")
+THINGS = ("nuts", "eggs", "pens", "cups", "bags", "jars")
+EVENTS = {  # by operator; words are equally long, so that numbers are quickly learned to copy
+    "+": ("then found", "then added"),
+    "-": ("then spent", "then broke"),
+    "*": ("which hold", "which cost"),
+    "/": ("which fill", "dealt into"),
+}
 PROBLEMS, HELD_OUT = 4000, 500
 PROBLEMS_SEED = 0  # the same problems are held out in every run
-CALLED = 0.2  # share of the warm start's examples that call the tool
+CALLED = 0.5  # share of the warm start's examples that call the tool
 CHARACTERS = string.ascii_letters + string.digits + " .+-*/(){}':"
-WARM_START = {"steps": 600, "batch_size": 64, "learning_rate": 3e-3}
+WARM_START = {"steps": 400, "batch_size": 32, "learning_rate": 3e-3}
 PANELS = (
     Panel("Accuracy", "share correct", ("accuracy", "eval/accuracy"), ("accuracy", "held-out, greedy")),
     Panel("Calls", "calls per completion", ("tools/call_frequency",)),
@@ -58,8 +63,8 @@ def correctness(prompts: list, completions: list, answer: list[str], **columns: 
     """Reward a completion whose last message is the right number.
 
     Examples:
-        >>> told = {"role": "assistant", "content": "1023"}
-        >>> correctness(["?"] * 2, [[told], [told, {"role": "tool", "content": "1023"}]], ["1023"] * 2)
+        >>> told = {"role": "assistant", "content": "10857"}
+        >>> correctness(["?"] * 2, [[told], [told, {"role": "tool", "content": "10857"}]], ["10857"] * 2)
         [1.0, 0.0]
     """
     last = [messages[-1] for messages in completions]
@@ -71,19 +76,10 @@ def problems() -> list[dict[str, str]]:
     """Make word problems without duplicates, with the `expression` that solves each."""
     rng, made = random.Random(PROBLEMS_SEED), {}
     while len(made) < PROBLEMS + HELD_OUT:
-        name, thing, more = rng.choice(NAMES), rng.choice(THINGS), rng.random() < 0.5
-        a, b, c = (rng.randint(11, 99) for _ in range(3))
-        event, sign = f"and {rng.choice(MORE if more else LESS)}", "+" if more else "-"
-        kind = rng.choice(("change", "bags", "share", "bags and change"))
-        if kind == "change":
-            words, expression = f"has {a + 9 * b} {thing} {event} {a}", f"{a + 9 * b}{sign}{a}"
-        elif kind == "share":
-            words, expression = f"splits {a * (b % 8 + 2)} {thing} among {b % 8 + 2}", f"{a * (b % 8 + 2)}/{b % 8 + 2}"
-        elif kind == "bags":
-            words, expression = f"has {a} bags of {b} {thing}", f"{a}*{b}"
-        else:
-            words, expression = f"has {a} bags of {b} {thing} {event} {c}", f"{a}*{b}{sign}{c}"
-        made[f"{name} {words}. how many"] = expression
+        (sign, events), a, b = rng.choice([*EVENTS.items()]), rng.randint(100, 999), rng.randint(11, 99)
+        a -= a % b if sign == "/" else 0
+        if a >= 100:
+            made[f"{a} {rng.choice(THINGS)} {rng.choice(events)} {b}"] = f"{a}{sign}{b}"
     return [{"question": question, "expression": expression} for question, expression in made.items()]
 
 

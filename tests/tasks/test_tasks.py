@@ -31,8 +31,10 @@ def trained(folder, flags):
 
 @pytest.mark.parametrize("task, flags, metrics", [
     ("bandit", "--reward_funcs preferred", {"true_reward"}),
+    ("calculator", "", {"rewards/correctness/mean", "tools/calc/calls"}),
     pytest.param("code", "", {"rewards/sandbox_python/mean"}, marks=needs_namespaces),
     ("countdown", "--max_completion_length 12", {"rewards/correctness/mean", "curriculum/level"}),
+    ("maze", "", {"rewards/Maze/mean", "tools/look/calls", "tools/go/calls"}),
     ("pizza", "--num_generations 3", {"rewards/likes_pizza/mean"}),
 ])  # fmt: skip
 def test_two_steps_of_its_own_model(tmp_path, monkeypatch, task, flags, metrics):
@@ -46,7 +48,8 @@ def test_two_steps_of_its_own_model(tmp_path, monkeypatch, task, flags, metrics)
     assert summary["steps"] == 2 and summary["accuracy_before"] is not None
     of_each = 3 if task == "pizza" else parse(["--task", task]).num_generations
     assert len(samples) == 2 * 2 * of_each
-    assert samples[0]["prompt"] in {row["prompt"] for row in module.build(TrainConfig(task=task), None).supervised()}
+    shown = module.build(TrainConfig(task=task), None).supervised()
+    assert samples[0]["prompt"] in [row.get("prompt") or row["messages"][:1] for row in shown]
 
 
 @pytest.mark.parametrize("task, words, flags", [
@@ -78,7 +81,9 @@ def test_grpo_learns_the_task(tmp_path, task, before, after):
     assert task != "countdown" or lengths[-1] > 1.5 * lengths[0]  # it tries on
 
 
-@pytest.mark.parametrize("task", ["arithmetic", "bandit", "code", "countdown", "pizza", "reasoning_gym", "sums"])
+@pytest.mark.parametrize(
+    "task", "arithmetic bandit calculator code countdown maze pizza reasoning_gym sums".split()
+)
 def test_a_task_that_makes_its_own_data_refuses_other_data(task):
     with pytest.raises(ValueError, match="dataset_name"):
         find_task(task).build(TrainConfig(task=task, dataset_name="x"), tiny.tokenizer())
