@@ -2,9 +2,9 @@
 
     231 bags which hold 47   ->   calc(231*47)   ->   10857   ->   10857
 
-The supervised warm start shows two ways to answer. Half of the examples write the right number at once, which the
-model cannot learn. The others call the tool `calc` with the numbers of the problem, but with random operators, and repeat
-its answer unless it is an error. GRPO rewards right numbers: it must find that calls are worth it, and which words mean which operator.
+Half of the examples of the warm start write the right number at once, which the model cannot learn. The others call the
+tool `calc` with the numbers of the problem and random operators, and repeat its answer unless it is an error. GRPO
+rewards right numbers: the model finds that calls help, and which words mean which operator.
 
 The control is the same model without the tool: --max_tool_calling_iterations 0.
 """

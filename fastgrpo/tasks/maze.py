@@ -2,10 +2,10 @@
 
     look()  ->  s    go(s)  ->  ok    look()  ->  nw    go(w)  ->  ok
 
-A maze is a winding path through a grid, unknown to the model. Each room has the way back and the way on. The tool `look`
-returns the open sides of the room, `go` goes through one. The reward is the share of the path behind the model at the
-end: 1 outside. The turns are just enough to look once in each room, so the model must look, go on where it did not come
-from, and waste no turn. The warm start shows dialogues of random calls.
+A maze is a winding path through a grid, unknown to the model. Each room has the way back and the way on. The tool
+`look` returns the open sides of the room, `go` goes through one. The reward is the share of the path behind the model
+at the end: 1 outside. The turns are just enough to look once in each room and to go on. The warm start shows dialogues
+of random calls.
 """
 
 import random

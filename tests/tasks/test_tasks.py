@@ -82,7 +82,8 @@ def test_grpo_learns_the_task(tmp_path, task, before, after):
 
 
 @pytest.mark.parametrize(
-    "task", "arithmetic bandit calculator code countdown maze pizza reasoning_gym sums".split()
+    "task",
+    ["arithmetic", "bandit", "calculator", "code", "countdown", "maze", "pizza", "reasoning_gym", "sums"],
 )
 def test_a_task_that_makes_its_own_data_refuses_other_data(task):
     with pytest.raises(ValueError, match="dataset_name"):

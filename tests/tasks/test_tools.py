@@ -1,0 +1,106 @@
+"""The calculator and the maze: problems, tools, warm starts, and (slow) what GRPO learns with and without the tool."""
+
+import json
+import re
+
+import pytest
+from runs import lines
+
+from fastgrpo.config.settings import TrainConfig
+from fastgrpo.tasks import calculator, make_policy, maze
+from fastgrpo.train import main
+
+
+def test_each_problem_has_one_answer_and_none_is_held_out_and_learned():
+    made = calculator.problems()
+    assert len({problem["question"] for problem in made}) == calculator.PROBLEMS + calculator.HELD_OUT == len(made)
+    task = calculator.build(TrainConfig(task="calculator"), None)
+    assert set("".join(problem["question"] for problem in made)) <= set(calculator.CHARACTERS)
+    held_out = {row["prompt"][0]["content"] for row in task.test()}
+    assert not held_out & {row["messages"][0]["content"] for row in task.supervised()}
+    for problem, row in zip(made, task.test(), strict=False):
+        a, b = map(int, re.findall(r"\d+", problem["question"]))
+        values = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}
+        assert row["answer"] == str(values[problem["expression"].strip("0123456789")])
+
+
+def test_half_of_the_warm_start_calls_with_any_operator_and_the_rest_knows_the_number():
+    rows, problems = calculator.examples(3), calculator.problems()[calculator.HELD_OUT :]
+    called = [row["messages"] for row in rows if len(row["messages"]) > 2]
+    assert abs(len(called) / len(rows) - calculator.CALLED) < 0.05 and rows != calculator.examples(4)
+    right = 0
+    for row, problem in zip(rows, problems, strict=True):
+        *calls, last = row["messages"][1:]
+        if not calls:
+            assert last["content"] == calculator.calc(problem["expression"])
+            continue
+        asked = calls[0]["tool_calls"][0]["function"]["arguments"]["expression"]
+        right += asked == problem["expression"]
+        assert re.split("[-+*/]", asked) == re.split("[-+*/]", problem["expression"])
+        assert calls[1]["content"] == last["content"] or "not whole" in calls[1]["content"]
+    assert 0.2 < right / len(called) < 0.3
+
+
+@pytest.mark.parametrize("expression", ["7/2", "7/0", "7+", "", "seven", "9**9**9", "__import__('os')"])
+def test_the_calculator_refuses_other_expressions(expression):
+    assert calculator.calc("23*47-81") == "1000" and calculator.calc("84/7") == "12"
+    with pytest.raises(ValueError, match=r"not whole|not readable"):
+        calculator.calc(expression)
+
+
+def test_a_maze_has_one_way():
+    """Who looks in each room, and never goes back, is outside after as many calls as the recipe allows."""
+    paths = maze.mazes()
+    assert len(paths) == len({*paths}) == 284
+    one = maze.Maze()
+    for path in paths:
+        one.reset(path)
+        assert (one.get_reward(), one.look(), one.go("x"), one.done) == (0.0, path[0], "wall", False)
+        for at, side in enumerate(path):
+            assert {*one.look()} == {side, *(maze.BACK[path[at - 1]] if at else "")}
+            assert one.go(side) == "ok" and one.get_reward() == (at + 1) / maze.LENGTH
+            if at == 1:
+                assert one.go(maze.BACK[side]) == "ok" and one.at == 1 and one.go(side) == "ok"
+        assert one.done
+
+
+@pytest.mark.parametrize("task, tools", [(calculator, "calc<eos>"), (maze, "go<eos>look<eos>")])
+def test_the_warm_start_has_the_prompts_of_the_run(tmp_path, monkeypatch, task, tools):
+    """With the names of the tools; and its tokenizer has the chat template."""
+    from transformers import AutoTokenizer
+
+    seen = []
+    monkeypatch.setattr("fastgrpo.trainer.supervised.sft", lambda model, examples, **_: seen.extend(examples))
+    path = make_policy(task, tmp_path / "model", TrainConfig(device="cpu"), lambda *_: None)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    texts = [tokenizer.decode(example.prompt_ids) for example in seen]
+    assert tokenizer.chat_template and all(text.startswith(tools) for text in texts)
+    assert all(example.ids[-1] == tokenizer.eos_token_id for example in seen)
+    assert (
+        max(len(example.prompt_ids) + len(example.ids) for example in seen)
+        < task.make_model(0)[0].config.max_position_embeddings
+    )
+
+
+def learned(folder, flags):
+    """The summary, and the training steps of a run."""
+    assert main(f"--output_dir {folder} --device cpu --seed 0 {flags}".split()) == 0
+    steps = [row for row in lines(folder) if "reward" in row]
+    return json.loads((folder / "summary.json").read_text()), steps
+
+
+@pytest.mark.slow
+def test_grpo_learns_to_calculate_with_the_tool_and_not_without(tmp_path):
+    summary, steps = learned(tmp_path / "with", "--task calculator")
+    assert summary["accuracy_before"] < 0.3 and summary["accuracy_after"] >= 0.9
+    assert steps[0]["tools/call_frequency"] < 0.7 and steps[-1]["tools/call_frequency"] > 0.95
+    assert steps[-1]["tools/failure_frequency"] < 0.05 < steps[0]["tools/failure_frequency"]
+    control, _ = learned(tmp_path / "without", "--task calculator --max_tool_calling_iterations 0")
+    assert control["accuracy_after"] < 0.3
+
+
+@pytest.mark.slow
+def test_grpo_learns_to_leave_the_maze(tmp_path):
+    learned(tmp_path, "--task maze")
+    held_out = [row["eval/reward"] for row in lines(tmp_path) if "eval/reward" in row]
+    assert held_out[0] <= 0.5 and held_out[-1] >= 0.9
