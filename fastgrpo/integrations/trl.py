@@ -99,15 +99,17 @@ def patch(trainer: GRPOTrainer, backward_tolerance: float = 0.0) -> FusedGRPOTra
         The same object, now a FusedGRPOTrainer.
 
     Raises:
-        ValueError: It is not a GRPOTrainer, has its own loss, or an unsupported setting or model.
+        ValueError: It is not a GRPOTrainer, has its own loss, an unsupported setting or model, or another tolerance.
     """
     kind = type(trainer)
     if not isinstance(trainer, GRPOTrainer):
         raise ValueError(f"trainer must be a trl.GRPOTrainer, got {kind.__name__}")
     if isinstance(trainer, FusedGRPOTrainer):
+        if backward_tolerance not in (0.0, trainer.backward_tolerance):
+            raise ValueError(f"trainer is patched already, with backward_tolerance={trainer.backward_tolerance}")
         return trainer
     for name in OURS:
-        if getattr(kind, name) is not getattr(GRPOTrainer, name):
+        if name in vars(trainer) or getattr(kind, name) is not getattr(GRPOTrainer, name):
             raise ValueError(f"trainer must not override {name}, but {kind.__name__} does; remove the override")
     _take_over(trainer, backward_tolerance)
     bases = (FusedGRPOTrainer, kind)

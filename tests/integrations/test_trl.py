@@ -197,6 +197,8 @@ def test_patches_an_existing_trainer(path, tmp_path):
         one = trainer(kind, path, tmp_path)
         assert patch(one) is one and isinstance(one, FusedGRPOTrainer) and isinstance(one, kind)
         assert patch(one) is one
+        with pytest.raises(ValueError, match="patched already"):
+            patch(one, backward_tolerance=0.5)
         assert_same_gradients(SimpleNamespace(theirs=theirs, ours=one), make_inputs(theirs))
         theirs._metrics["train"].clear()
     assert type(one).__name__ == "FusedTheirs"
@@ -218,6 +220,13 @@ def test_a_trainer_that_computes_its_loss_itself_is_refused(path, tmp_path, meth
     kind = type("Theirs", (trl.GRPOTrainer,), {method: lambda self, *args: 0})
     with pytest.raises(ValueError, match=method):
         patch(trainer(kind, path, tmp_path, loss_type="vespo"))
+
+
+def test_a_trainer_whose_loss_was_replaced_is_refused(path, tmp_path):
+    one = trainer(trl.GRPOTrainer, path, tmp_path)
+    one._compute_loss = lambda model, inputs: 0
+    with pytest.raises(ValueError, match="_compute_loss"):
+        patch(one)
 
 
 @pytest.mark.parametrize("settings", [
