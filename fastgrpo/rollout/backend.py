@@ -146,6 +146,8 @@ class RolloutBackend(ABC):
         drawn = 0
         if request in self.waiting:
             self.waiting.remove(request)
+            for dialogue in request.dialogues or ():
+                dialogue.close(StopReason.ABORTED)
         elif request is not None:
             drawn = self._stop(request)
         return drawn

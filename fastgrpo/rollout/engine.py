@@ -231,7 +231,7 @@ class RolloutEngine(RolloutBackend):
 
     Args:
         model: The policy: a `Policy`, or a transformers causal LM.
-        max_num_seqs: Maximum number of completions in flight; others wait.
+        max_num_seqs: Maximum number of completions that draw at the same time; others wait.
         attention: Name of a provider of decode attention, see attention.py.
         memory_utilization: Maximum share of the device's free memory for keys and values, measured at the first
             request.

@@ -161,3 +161,6 @@ def test_an_aborted_completion_is_closed_and_its_lane_is_free():
         engine.step()
     assert engine.abort_request(0) >= len(waits.turns[0])
     assert waits.closed == [StopReason.ABORTED] and not engine.running and not engine.has_unfinished_requests()
+    never = Scripted([])
+    engine.add_request(PROMPTS[0], 1, sampling, request_id=1, dialogues=[never])
+    assert engine.abort_request(1) == 0 and never.closed == [StopReason.ABORTED]
