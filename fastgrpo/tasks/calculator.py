@@ -36,7 +36,7 @@ PROBLEMS, HELD_OUT = 4000, 500
 PROBLEMS_SEED = 0  # the same problems are held out in every run
 CALLED = 0.5  # share of the warm start's examples that call the tool
 CHARACTERS = string.ascii_letters + string.digits + " .+-*/(){}':"
-WARM_START = {"steps": 400, "batch_size": 32, "learning_rate": 3e-3}
+WARM_START = {"steps": 1000, "batch_size": 32, "learning_rate": 3e-3}
 PANELS = (
     Panel("Accuracy", "share correct", ("accuracy", "eval/accuracy"), ("accuracy", "held-out, greedy")),
     Panel("Calls", "calls per completion", ("tools/call_frequency",)),
