@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-quantization real real-gsm8k real-bounded docs pages settings pictures drawing launches report-picture comparison-picture test-slow mutants machine-code liger-tests \
+.PHONY: train test test-quantization tools real real-gsm8k real-bounded docs pages settings pictures drawing launches report-picture comparison-picture test-slow mutants machine-code liger-tests \
   soak bench bench-gpu bench-gpu-engine first-gpu lint clean
 
 train: $(VENV)/.installed
@@ -22,6 +22,15 @@ JOBS ?= 2
 test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# The three runs of docs/recipes/tools.md, and their pictures.
+tools: $(VENV)/.installed
+	$(BIN)/python -m fastgrpo.train --task calculator --seed 0 --output_dir runs/calculator
+	$(BIN)/python -m fastgrpo.train --task calculator --seed 0 --max_tool_calling_iterations 0 \
+	  --output_dir runs/calculator-without
+	$(BIN)/python -m fastgrpo.train --task maze --seed 0 --output_dir runs/maze
+	cp runs/calculator/curves.png benchmarks/results/calculator.png
+	cp runs/maze/curves.png benchmarks/results/maze.png
 
 # SmolLM2-135M-Instruct: about 35 minutes on 2 quiet cores, then GSM8K. A run that was stopped goes on when this is given
 # again.

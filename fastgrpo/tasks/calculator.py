@@ -2,8 +2,8 @@
 
     231 bags which hold 47   ->   calc(231*47)   ->   10857   ->   10857
 
-Half of the examples of the warm start write the right number at once, which the model cannot learn. The others call the
-tool `calc` with the numbers of the problem and random operators, and repeat its answer unless it is an error. GRPO
+A third of the examples of the warm start write the right number at once, which the model cannot learn. The others call
+the tool `calc` with the numbers of the problem and random operators, and repeat its answer unless it is an error. GRPO
 rewards right numbers: the model finds that calls help, and which words mean which operator.
 
 The control is the same model without the tool: --max_tool_calling_iterations 0.
@@ -34,9 +34,9 @@ EVENTS = {  # by operator; words are equally long, so that numbers are quickly l
 }
 PROBLEMS, HELD_OUT = 4000, 500
 PROBLEMS_SEED = 0  # the same problems are held out in every run
-CALLED = 0.5  # share of the warm start's examples that call the tool
+CALLED = 2 / 3  # share of the warm start's examples that call the tool
 CHARACTERS = string.ascii_letters + string.digits + " .+-*/(){}':"
-WARM_START = {"steps": 1000, "batch_size": 32, "learning_rate": 3e-3}
+WARM_START = {"steps": 1000, "batch_size": 32, "learning_rate": 5e-3}
 PANELS = (
     Panel("Accuracy", "share correct", ("accuracy", "eval/accuracy"), ("accuracy", "held-out, greedy")),
     Panel("Calls", "calls per completion", ("tools/call_frequency",)),

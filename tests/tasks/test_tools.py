@@ -24,7 +24,7 @@ def test_each_problem_has_one_answer_and_none_is_held_out_and_learned():
         assert row["answer"] == str(values[problem["expression"].strip("0123456789")])
 
 
-def test_half_of_the_warm_start_calls_with_any_operator_and_the_rest_knows_the_number():
+def test_the_warm_start_calls_with_any_operator_or_knows_the_number():
     rows, problems = calculator.examples(3), calculator.problems()[calculator.HELD_OUT :]
     called = [row["messages"] for row in rows if len(row["messages"]) > 2]
     assert abs(len(called) / len(rows) - calculator.CALLED) < 0.05 and rows != calculator.examples(4)
@@ -93,7 +93,7 @@ def learned(folder, flags):
 def test_grpo_learns_to_calculate_with_the_tool_and_not_without(tmp_path):
     summary, steps = learned(tmp_path / "with", "--task calculator")
     assert summary["accuracy_before"] < 0.3 and summary["accuracy_after"] >= 0.9
-    assert steps[0]["tools/call_frequency"] < 0.7 and steps[-1]["tools/call_frequency"] > 0.95
+    assert steps[0]["tools/call_frequency"] < 0.8 and steps[-1]["tools/call_frequency"] > 0.95
     assert steps[-1]["tools/failure_frequency"] < 0.05 < steps[0]["tools/failure_frequency"]
     control, _ = learned(tmp_path / "without", "--task calculator --max_tool_calling_iterations 0")
     assert control["accuracy_after"] < 0.3
