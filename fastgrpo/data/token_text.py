@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,6 +42,13 @@ class TokenText:
         ends = [min(end, len(whole)) for end in ends]
         ends[-1] = len(whole)
         return ends
+
+    def turns(self, ids: Sequence[int], mask: Sequence[int]) -> list[str]:
+        """Cut the text of a completion with tools: a drawn turn, what followed it, the next drawn turn, and so on."""
+        ends = [0, *self.ends(ids)]
+        cuts = [ends[i] for i, (before, now) in enumerate(pairwise([1, *mask])) if before != now]
+        whole = self._decode(ids)
+        return [whole[start:end] for start, end in pairwise([0, *cuts, len(whole)])]
 
     def counts(self, ids: Sequence[int], ends: Sequence[int]) -> list[int]:
         """Return the number of tokens up to the end of each part of the text.

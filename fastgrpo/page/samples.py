@@ -17,6 +17,7 @@ from fastgrpo.run.metrics import SAMPLE_COLUMNS
 
 FEW_STEPS = 12  # steps beyond these are dropped before groups; these are dropped last
 CUTS = (20_000, 5_000, 2_000, 500, 200)  # characters that stay of a text
+ANSWER = 300  # characters of the arguments and of the answer of a call; the text has all that the model read
 BINS = 24  # of the histogram
 COLUMNS = 200  # maximum; if more steps are logged, a column joins several
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -272,10 +273,12 @@ def _content(turn):
 
 
 def _completion(row, plan):
-    completion, rewards = row.get("completion"), row.get("rewards")
-    # The tokens' ends count in the one message that a model wrote.
+    completion, rewards, turns = row.get("completion"), row.get("rewards"), row.get("turns")
+    # The tokens' ends count in the turns, or in the one message that a model wrote.
     single = not isinstance(completion, list) or len(completion) == 1
-    if isinstance(completion, list):
+    if isinstance(turns, list) and all(isinstance(turn, str) for turn in turns):
+        completion, single = "".join(turns), True
+    elif isinstance(completion, list):
         told = [f"[{_part(turn, 'role')}]\n{_as_text(_content(turn))}" for turn in completion]
         completion = _content(completion[0]) if single else "\n\n".join(told)
     rewards = rewards if isinstance(rewards, dict) else {}
@@ -286,11 +289,29 @@ def _completion(row, plan):
         "finish_reason": _text(row.get("finish_reason"), 200),
         "tokens": finite(row.get("tokens")),
         "clipped": finite(row.get("clipped")),
+        **_calls(row, turns, plan.cut),
         "extras": {
             _text(name, 200): _plain(value, plan.cut) for name, value in row.items() if name not in SAMPLE_COLUMNS
         },
     }
     return known | _tokens(row if single and plan.numbers else {})
+
+
+def _calls(row, turns, cut):
+    """The calls of tools, and the ends of the turns in the text: of drawn ones and of what followed, in turn."""
+    calls = row.get("calls")
+    if not isinstance(turns, list) or not isinstance(calls, list):
+        return {}
+    texts = ("name", "arguments", "answer")
+    return {
+        "turn_ends": list(itertools.accumulate(len(_as_text(turn)) for turn in turns)),
+        "calls": [
+            {name: _text(_part(call, name), min(cut or ANSWER, ANSWER)) for name in texts}
+            | {"turn": finite(_part(call, "turn")), "latency_s": finite(_part(call, "latency_s"))}
+            | {"failed": _part(call, "failed") is True}
+            for call in calls
+        ],
+    }
 
 
 def _tokens(row):

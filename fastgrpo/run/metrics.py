@@ -142,10 +142,11 @@ METRICS = {
     "eval/time": "seconds of the evaluation",
 }
 
-# The columns of samples.jsonl in order; the last two only if tokens have ratios.
+# The columns of samples.jsonl in order; `ratios` and `clipped_tokens` only if tokens have ratios, and the last two only
+# of completions with tools.
 SAMPLE_COLUMNS = (
     "step", "group", "prompt", "completion", "rewards", "advantage", "finish_reason", "tokens", "clipped",
-    "token_ends", "logps", "ratios", "clipped_tokens",
+    "token_ends", "logps", "ratios", "clipped_tokens", "turns", "calls",
 )  # fmt: skip
 _PATTERNS = [re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(known))) for known in ("step", *METRICS)]
 

@@ -385,8 +385,11 @@ def sample_rows(step: int, group: int, samples: Sequence[Sample], text: TokenTex
             [round(value, 4) for value in sample.logps.tolist()],
             *((*seen, clipped) if seen else ()),
         )
-        calls = {} if sample.dialogue is None else {"calls": sample.dialogue.calls}
-        yield dict(zip(SAMPLE_COLUMNS, values, strict=False)) | calls | sample.extras
+        row = dict(zip(SAMPLE_COLUMNS, values, strict=False))
+        if sample.dialogue is not None or sample.tool_mask is not None:
+            row["turns"] = text.turns(sample.ids, sample.tool_mask or [1] * len(sample.ids))
+            row["calls"] = [] if sample.dialogue is None else sample.dialogue.calls
+        yield row | sample.extras
 
 
 def rates(tokens: int, rollout_seconds: float, seconds: float) -> dict[str, float]:

@@ -6,7 +6,7 @@ import json
 import tracemalloc
 
 import pytest
-from page_runs import sample
+from page_runs import TOOLS, sample
 
 from fastgrpo.page.render import ESCAPES
 from fastgrpo.page.samples import BINS, COLUMNS, Block, Plan, SampleFile, read_samples
@@ -67,16 +67,22 @@ def test_shows_conversations(tmp_path):
     prompt = [{"role": "user", "content": "2+2?"}, calls, {"role": "tool", "content": "4"}, "a text"]
     answer = [{"role": "assistant", "content": "so 4"}]
     turns = [*answer, {"role": "tool", "content": [1]}]
-    rows = row(prompt=prompt, completion=answer, **TOKENS), row(completion=turns, **TOKENS)
+    rows = [row(prompt=prompt, completion=answer, **TOKENS), row(completion=turns, **TOKENS), row(**TOOLS)]
+    rows.append(row(**TOOLS | {"turns": [None], "calls": ["x"]}))
     [group] = samples_of(written(tmp_path, *rows))["steps"][0]["groups"]
     contents = ["2+2?", '\n{"tool_calls": [{"name": "add"}]}', "4", "a text"]
     assert [(turn["role"], turn["content"]) for turn in group["prompt"]] == [
         *zip(("user", "assistant", "tool", ""), contents, strict=True)
     ]
-    one, several = group["completions"]
+    one, several, tools, older = group["completions"]
     assert one["text"] == "so 4" and one["token_ends"] == [2, 4, 4]
     # The ends count in one message, so the tokens of several have no place.
     assert several["text"] == "[assistant]\nso 4\n\n[tool]\n[1]" and several["token_ends"] is None
+    assert tools["text"] == "😀 <add 1>[2] so 2[]" and tools["turn_ends"] == [9, 12, 17, 19, 19]
+    assert tools["token_ends"] == [1, 9, 9, 15, 17, 19] and tools["extras"] == {}
+    call = {"turn": 1, "name": "add", "arguments": '{"x": 1}', "answer": "2", "failed": False, "latency_s": 0.25}
+    assert tools["calls"][0] == call and tools["calls"][1]["failed"]
+    assert older["text"] == "so 4" and older["calls"][0]["name"] == ""
 
 
 @pytest.mark.parametrize(("given", "kept"), [

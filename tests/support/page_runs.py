@@ -13,6 +13,13 @@ TOKENS = {
     "token_ends": [1, 2, 5, 7, 7], "logps": [-0.01, -0.3, -2.5, -7.0, -1.0], "ratios": [1.0, 0.7, 1.1, 1.3, 1.0],
     "clipped_tokens": [1, 3],
 }  # fmt: skip
+TOOLS = {
+    "turns": ["😀 <add 1>", "[2]", " so 2", "[]", ""], "token_ends": [1, 9, 9, 15, 17, 19],
+    "logps": [-0.01, -0.3, -2.5, -7.0, -1.0, -0.2], "calls": [
+        {"turn": 1, "name": "add", "arguments": {"x": 1}, "answer": "2", "failed": False, "latency_s": 0.25},
+        {"turn": 2, "name": "<b>", "arguments": {}, "answer": "{'error': 'x'}", "failed": True, "latency_s": 0.001},
+    ],
+}  # fmt: skip
 
 
 def write_run(folder, steps=4, *, config=None, summary=None, warnings=(), samples=(), evaluated=(), **metrics):

@@ -86,25 +86,36 @@ function describe(completion, index, clipped) {
   return told.join(" · ");
 }
 
-/** Append the first `limit` characters of a completion, with its tokens colored and hits marked. */
+/** Append the first `limit` characters of a completion: tokens colored, answers of tools greyed, hits marked. */
 function write(parent, completion, by, hits, limit) {
-  const { text } = completion, values = valuesOf(completion, by);
-  if (!values) return marked(parent, text, 0, limit, hits);
-  const { prefix, limits, sign } = SCALES[by], clipped = new Set(completion.clipped_tokens || []);
-  let start = 0;
-  for (const [index, given] of unitEnds(text, completion.token_ends).entries()) {
-    if (start > limit || (start === limit && limit < text.length)) break;
-    const end = Math.min(Math.max(given, start), text.length);
-    const level = limits.filter((one) => sign * values[index] > sign * one).length;
-    const token = element("span", { class: `token ${prefix}${level}`, title: describe(completion, index, clipped.has(index)) });
-    if (by !== "logps" && clipped.has(index)) token.classList.add("clip");
-    if (end === start) token.classList.add("empty");
-    if (text.slice(start, end).includes("\n")) token.classList.add("newline");
-    marked(token, text, start, Math.min(end, limit), hits);
-    parent.append(token);
-    start = end;
+  const { text, turn_ends: turns = [0] } = completion, values = valuesOf(completion, by);
+  const ends = values ? unitEnds(text, completion.token_ends) : [], clipped = new Set(completion.clipped_tokens || []);
+  const { prefix, limits, sign } = SCALES[by] || {}, isOver = (at) => at > limit || (at === limit && limit < text.length);
+  let start = 0, index = 0;
+  for (const [turn, given] of unitEnds(text, turns).entries()) {
+    if (isOver(start)) break;
+    const isLast = turn === turns.length - 1, stop = Math.min(isLast ? text.length : given, limit);
+    if (turn % 2) {
+      const answer = element("span", { class: "answer", title: "appended, not drawn" });
+      marked(answer, text, start, stop, hits);
+      parent.append(answer);
+      start = stop;
+      continue;
+    }
+    for (; index < ends.length && (isLast || ends[index] <= given) && !isOver(start); index++) {
+      const end = Math.min(Math.max(ends[index], start), text.length);
+      const level = limits.filter((one) => sign * values[index] > sign * one).length;
+      const token = element("span", { class: `token ${prefix}${level}`, title: describe(completion, index, clipped.has(index)) });
+      if (by !== "logps" && clipped.has(index)) token.classList.add("clip");
+      if (end === start) token.classList.add("empty");
+      if (text.slice(start, end).includes("\n")) token.classList.add("newline");
+      marked(token, text, start, Math.min(end, limit), hits);
+      parent.append(token);
+      start = end;
+    }
+    if (start < stop) marked(parent, text, start, stop, hits);
+    start = Math.max(start, stop);
   }
-  if (start < limit) marked(parent, text, start, limit, hits);
 }
 
 /** Show the start of a text, up to the first hits, and a button for the whole text. */
@@ -136,6 +147,20 @@ function total(completion, weights) {
   return values.reduce((sum, value, i) => sum + (value || 0) * (weights.length === values.length ? weights[i] : 1), 0);
 }
 
+/** The table of a completion's calls. */
+function callsOf({ calls }) {
+  const cell = (text, look = null) => {
+    const made = element("td", { class: look });
+    plain(made, text);
+    return made;
+  };
+  const titles = ["turn", "call", "answer", "seconds"].map((title) => element("th", { scope: "col" }, title));
+  return element("div", { class: "scroll" }, element("table", { class: "calls" },
+    element("thead", {}, element("tr", {}, ...titles)),
+    element("tbody", {}, ...calls.map((call) => element("tr", {}, cell(number(call.turn)),
+      cell(`${call.name} ${call.arguments}`), cell(call.answer, call.failed ? "down" : null), cell(number(call.latency_s)))))));
+}
+
 /** The card of a completion, whose place in the group is `order`. */
 function card(completion, order, by, find, weights) {
   const list = element("dl", { class: "facts" });
@@ -150,13 +175,15 @@ function card(completion, order, by, find, weights) {
   for (const [name, value] of rewards) fact(rewards.length === 1 ? `reward ${name}` : name, number(value));
   fact("advantage", `${advantage > 0 ? "+" : ""}${number(advantage)}`, advantage > 0 ? "up" : advantage < 0 ? "down" : null);
   fact("ended by", completion.finish_reason || "unknown");
-  fact("tokens", number(completion.tokens));
+  if (completion.calls) fact("turns", number((completion.turn_ends.length + 1) >> 1));
+  fact(completion.calls ? "drawn tokens" : "tokens", number(completion.tokens));
   fact("clipped", completion.clipped === null ? "unknown" : `${number(100 * completion.clipped, 1)} %`);
   for (const [name, value] of Object.entries(completion.extras || {})) fact(name, value === null ? "none" : String(value));
   const made = element("article", { class: "completion", "data-order": order },
     element("h4", {}, `Completion ${order + 1}`), list);
   const hits = find(completion.text);
   shown(made, completion.text, hits, (box, limit) => write(box, completion, by, hits, limit));
+  if (completion.calls && completion.calls.length) made.append(callsOf(completion));
   if (by && !valuesOf(completion, by)) made.append(element("p", { class: "note" }, "Its tokens have no numbers of this kind."));
   return made;
 }
@@ -303,6 +330,7 @@ class Browser {
       element("div", { class: "column" }, element("h4", {}, title), ...cards(other, weights))) : cards(group, this.weights)));
     const { labels = [], prefix } = SCALES[by] || {};
     this.legend.replaceChildren(...labels.map((label, i) => element("span", { class: `token ${prefix}${i}` }, label)));
+    if (group.completions.some(({ calls }) => calls)) this.legend.append(element("span", { class: "token answer" }, "appended, not drawn"));
     if (by === "ratios") this.legend.append(element("span", { class: "token clip" }, "clipped"));
   }
 
