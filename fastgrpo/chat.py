@@ -2,6 +2,7 @@ r"""python -m fastgrpo.chat MODEL: chat with a model interactively, or answer --
 
 With a chat template, each turn includes the conversation so far, and /new starts a new one. Without a chat template,
 the model continues each line as plain text. /exit or the end of the input ends the command; Ctrl-C stops an answer.
+--tools and --environment let the model call tools; each call is printed with its answer.
 Control characters are printed as escapes such as \x1b; --raw True prints them unchanged.
 """
 
@@ -12,19 +13,21 @@ import torch
 
 from fastgrpo.config.command import escape_controls, parse_flags, quiet_libraries, run_command
 from fastgrpo.config.fields import Count, NotNegative, Seed, settings_class
-from fastgrpo.config.sections import LoadingConfig, TokenFilterConfig
+from fastgrpo.config.sections import LoadingConfig, TokenFilterConfig, ToolsConfig
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.prompts import shortened, to_prompt
+from fastgrpo.data.records import StopReason
 from fastgrpo.ranks import refuse_ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from fastgrpo.rollout.sampling import SamplingParams
+    from fastgrpo.tools.environments import Environments
 
 
 @settings_class
-class ChatConfig(TokenFilterConfig, LoadingConfig, Settings):
+class ChatConfig(TokenFilterConfig, ToolsConfig, LoadingConfig, Settings):
     """The settings of the command. Sampling settings have vLLM's names."""
 
     model: str
@@ -34,7 +37,7 @@ class ChatConfig(TokenFilterConfig, LoadingConfig, Settings):
     system_prompt: str | None = None
     """Start each conversation with this system prompt."""
     max_tokens: Count = 512
-    """Stop an answer after N tokens. -n is short for this flag."""
+    """Stop an answer, or each turn of an answer with tools, after N tokens. -n is short for this flag."""
     temperature: NotNegative = 1.0
     """Sample at this temperature; 0 takes the most likely token."""
     seed: Seed | None = None
@@ -59,19 +62,22 @@ class Conversation:
 
     def __init__(
         self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", sampling: "SamplingParams",
-        system_prompt: str | None = None, raw: bool = False,
+        system_prompt: str | None = None, raw: bool = False, environments: "Environments | None" = None,
+        max_turns: int | None = None,
     ):  # fmt: skip
         from transformers import GenerationConfig
 
         from fastgrpo.policy.load import check_vocabulary, stop_token_ids
         from fastgrpo.policy.model import Policy
+        from fastgrpo.tools.prompts import Prompts
 
         self.policy = Policy(model)
         check_vocabulary(self.policy, tokenizer)
         self.model, self.tokenizer, self.system_prompt = model, tokenizer, system_prompt
         self.max_tokens = sampling.max_tokens
         self.raw = raw
-        stops = stop_token_ids(self.policy, tokenizer)
+        self.stops = stops = stop_token_ids(self.policy, tokenizer)
+        self.prompts, self.dialogue = Prompts(tokenizer, None, environments, stops, max_turns), None
         # Replace the model's generation config: its penalties and filters would change the draws.
         drawn = {} if sampling.temperature == 0 else {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k
@@ -86,6 +92,9 @@ class Conversation:
 
     def reset(self) -> None:
         """Drop all turns."""
+        if self.dialogue is not None:
+            self.prompts.environments.give_back([self.dialogue.episode])
+            self.dialogue = None
         self.messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
 
     @torch.no_grad()
@@ -93,16 +102,57 @@ class Conversation:
         """Stream the answer to stdout."""
         templated = self.tokenizer.chat_template is not None
         turn = {"role": "user", "content": text}
+        if self.prompts.environments is not None:
+            return self._answer_with_tools(turn)
         prefix = f"{self.system_prompt}\n\n" if self.system_prompt else ""
         prompt = to_prompt({"prompt": [*self.messages, turn] if templated else prefix + text}, self.tokenizer)
-        self.policy.check_prompt(prompt.ids, self.max_tokens, f"the prompt {shortened(prompt.prompt)}")
-        ids = torch.tensor([prompt.ids], device=self.model.device)
-        streamer = _streamer(self.tokenizer, self.raw)
-        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer)
-        said = self.tokenizer.decode(out[0, len(prompt.ids) :], skip_special_tokens=True)
+        said = self.tokenizer.decode(self._draw(prompt.ids, prompt.prompt), skip_special_tokens=True)
         if templated:
             self.messages += [turn, {"role": "assistant", "content": said}]
         return said
+
+    def _draw(self, ids, prompt):
+        """Draw a turn, and stream it."""
+        self.policy.check_prompt(ids, self.max_tokens, f"the prompt {shortened(prompt)}")
+        before = torch.tensor([ids], device=self.model.device)
+        streamer = _streamer(self.tokenizer, self.raw)
+        out = self.model.generate(before, attention_mask=torch.ones_like(before), streamer=streamer)
+        return out[0, len(ids) :].tolist()
+
+    def _answer_with_tools(self, turn):
+        """Draw turns and call tools until a turn has no calls."""
+        from fastgrpo.tools.dialogue import Dialogue
+
+        last = self.dialogue
+        if last is None:
+            prompt = self.prompts({"prompt": [*self.messages, turn]})
+            dialogue = self.prompts.start({0: prompt}, 1, torch.initial_seed())[0][0].dialogue
+            self._print(dialogue.prompt[-1]["content"][len(turn["content"]) :].lstrip("\n"))
+        else:
+            ids = last.builder.answer(last.prompt_ids, last.ids, {}, [turn])
+            ids = [*last.prompt_ids, *last.ids, *ids]
+            dialogue = Dialogue(last.episode, last.builder, ids, self.prompts.max_turns)
+        reason = None
+        while reason is None:
+            whole = [*dialogue.prompt_ids, *dialogue.ids]
+            drawn = self._draw(whole, turn["content"])
+            if drawn[-1] not in self.stops:
+                dialogue.transcript([*dialogue.ids, *drawn])
+                reason = StopReason.LENGTH
+                break
+            told = len(dialogue.calls)
+            room = (self.policy.context or sys.maxsize) - len(whole) - len(drawn) - self.max_tokens
+            reason = dialogue.answer(drawn, room).result().reason
+            for call in dialogue.calls[told:]:
+                self._print(f"[{call['name']} {call['arguments']}: {call['answer']} ({call['latency_s']:.2g} s)]")
+        if reason != StopReason.STOP:
+            print(f"({reason})")
+        self.dialogue = dialogue
+        return dialogue.messages[-1]["content"]
+
+    def _print(self, text):
+        if text:
+            print(text if self.raw else escape_controls(text))
 
 
 def chat(argv: list[str]) -> None:
@@ -114,14 +164,18 @@ def chat(argv: list[str]) -> None:
     from fastgrpo.policy.liger_layers import apply_liger
     from fastgrpo.policy.load import load_model, load_tokenizer
     from fastgrpo.rollout.sampling import SamplingParams
+    from fastgrpo.tools import find_environments
 
     quiet_libraries()
+    environments = find_environments(flags)
     sampling = SamplingParams(flags.temperature, flags.top_p, flags.top_k, max_tokens=flags.max_tokens, seed=flags.seed)
     trusted = {"trust_remote_code": flags.trust_remote_code}
     tokenizer = load_tokenizer(flags.model, **trusted)
     model = load_model(flags.model, dtype=flags.dtype, device=flags.device, **trusted).eval()
     apply_liger(model)
-    conversation = Conversation(model, tokenizer, sampling, flags.system_prompt, flags.raw)
+    calls = flags.max_tool_calling_iterations
+    turns = None if calls is None else calls + 1
+    conversation = Conversation(model, tokenizer, sampling, flags.system_prompt, flags.raw, environments, turns)
     if flags.prompt is not None:
         conversation.answer(flags.prompt)
         return

@@ -246,7 +246,12 @@ def _group(number, rows, plan):
     return {
         "group": number,
         "prompt": _prompt(rows[0].get("prompt"), plan.cut),
-        "completions": [_completion(row, plan) for row in rows],
+        "completions": [
+            # A reset may give each completion of a group its own prompt.
+            _completion(row, plan)
+            | ({} if row.get("prompt") == rows[0].get("prompt") else {"prompt": _prompt(row.get("prompt"), plan.cut)})
+            for row in rows
+        ],
     }
 
 

@@ -16,7 +16,8 @@ def test_turns_of_a_completion_with_tools_are_cut_at_their_tokens():
     tokenizer = tiny.tokenizer()
     parts = ["ab 🙂", "[4]", "c", ""]
     of_parts = [tokenizer(part)["input_ids"] for part in parts]
-    ids, mask = sum(of_parts, []), [1 - i % 2 for i, part in enumerate(of_parts) for _ in part]
+    ids = [token for part in of_parts for token in part]
+    mask = [1 - i % 2 for i, part in enumerate(of_parts) for _ in part]
     assert TokenText(tokenizer).turns(ids, mask) == parts[:3]
     assert TokenText(tokenizer).turns(ids, [1 - own for own in mask]) == ["", *parts[:3]]
 

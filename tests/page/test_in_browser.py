@@ -51,7 +51,7 @@ def report(tmp_path_factory):
     places = itertools.product((1, 5, 40), (0, 1), (0, 2, 1))
     rows = [row(step, group, f"answer {i} of {step}.{group}", i) for step, group, i in places]
     rows += [row(41, 0, text, i, prompt=turns, mine="<u>extra</u>") for i, text in enumerate(NASTY[:-1])]
-    rows += [row(41, 0, NASTY[-1], 4, **TOKENS), row(42, 0, "", 0, **TOOLS)]
+    rows += [row(41, 0, NASTY[-1], 4, **TOKENS), row(42, 0, "", 0, **TOOLS), row(42, 0, "b", 1, prompt="c")]
     new = write_run(folder / "<new> run", samples=rows, config={"seed": 42, "beta": 0.01})
     older = [row(step, 0, f"old {step}", 1) for step in (1, 30)]
     old = write_run(folder / "older", samples=older, config={"seed": 7, "beta": 0.01})
@@ -203,11 +203,11 @@ def test_a_search_lists_hits_jumps_to_them_and_marks_them(page):
 def test_answers_of_tools_are_greyed_between_drawn_tokens(page):
     for by, tokens in (("", []), ("logps", ["😀", " <add 1>", "", " so", " 2", ""])):
         go(page, 42, by=by)
-        assert cards(page) == ["😀 <add 1>[2] so 2[]"]
+        assert cards(page) == ["😀 <add 1>[2] so 2[]", "c", "b"]  # a reset has changed a prompt
         assert page.all("#samples .completion .answer") == ["[2]", "[]"]
         assert page.all("#samples .completion .token") == tokens
     assert page.all("#samples .calls tbody td") == [
-        "1", 'add {"x": 1}', "2", "0.25", "2", "<b> {}", "{'error': 'x'}", "0.001",
+        "1", 'add {"x": 1}', "2", "250", "2", "<b> {}", "{'error': 'x'}", "1",
     ]  # fmt: skip
     assert page.all("#samples .calls .down") == ["{'error': 'x'}"]
 

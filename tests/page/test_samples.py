@@ -82,6 +82,7 @@ def test_shows_conversations(tmp_path):
     assert tools["token_ends"] == [1, 9, 9, 15, 17, 19] and tools["extras"] == {}
     call = {"turn": 1, "name": "add", "arguments": '{"x": 1}', "answer": "2", "failed": False, "latency_s": 0.25}
     assert tools["calls"][0] == call and tools["calls"][1]["failed"]
+    assert "prompt" not in one and several["prompt"] == "2+2="  # a reset may change it
     assert older["text"] == "so 4" and older["calls"][0]["name"] == ""
 
 

@@ -5,12 +5,14 @@ import io
 import pytest
 import tiny
 import torch
+from tool_runs import ENDS, Counter, CountingBuilder
 
 from fastgrpo.chat import Conversation, main
 from fastgrpo.config.command import escape_controls
 from fastgrpo.policy import liger_layers
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.tools.environments import Environments
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +66,27 @@ def test_turns_are_kept_until_reset(capsys):
     assert talk.messages == [] and talk.answer("hi") == first
     talk = conversation(chat=False)  # without a template lines stand alone
     assert talk.answer("hi") == talk.answer("hi") and talk.messages == []
+
+
+def test_a_model_calls_tools_and_the_next_question_follows_all_its_tokens(capsys, monkeypatch):
+    monkeypatch.setattr("fastgrpo.tools.prompts.TurnBuilder", CountingBuilder)
+    model = tiny.model(vocab_size=258, max_position_embeddings=2048)
+    model.generation_config.eos_token_id = ENDS
+    sampling = SamplingParams(max_tokens=40, seed=3)
+    talk = Conversation(model, tiny.tokenizer(chat=True), sampling, environments=Environments(Counter))
+    talk.answer("hi")
+    first = talk.dialogue
+    said = capsys.readouterr().out
+    assert first.calls and said.startswith(first.prompt[0]["content"][2:] + "\n")  # what the reset told
+    assert all(f"[count {call['arguments']}: " in said for call in first.calls)
+    talk.answer("and")
+    assert talk.dialogue.prompt_ids[: len(first.prompt_ids + first.ids)] == first.prompt_ids + first.ids
+    assert talk.dialogue.environment is first.environment
+    assert first.environment.calls == len(first.calls + talk.dialogue.calls)
+    talk.reset()
+    talk.answer("hi")
+    assert talk.dialogue.environment is first.environment  # reset, and used again
+    assert first.environment.calls == len(talk.dialogue.calls)
 
 
 def test_filters_and_temperature_reach_the_draw_and_a_models_own_penalties_do_not(capsys):

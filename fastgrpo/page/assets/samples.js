@@ -147,6 +147,16 @@ function total(completion, weights) {
   return values.reduce((sum, value, i) => sum + (value || 0) * (weights.length === values.length ? weights[i] : 1), 0);
 }
 
+/** Append the messages of a prompt, or of a completion's own prompt. */
+function writePrompt(parent, given, find) {
+  for (const { role, content } of turnsOf(given)) {
+    const hits = find(content), label = element("p", { class: "role" });
+    plain(label, role);
+    if (role) parent.append(label);
+    shown(parent, content, hits, (box, limit) => marked(box, content, 0, limit, hits));
+  }
+}
+
 /** The table of a completion's calls. */
 function callsOf({ calls }) {
   const cell = (text, look = null) => {
@@ -154,11 +164,11 @@ function callsOf({ calls }) {
     plain(made, text);
     return made;
   };
-  const titles = ["turn", "call", "answer", "seconds"].map((title) => element("th", { scope: "col" }, title));
+  const titles = ["turn", "call", "answer", "ms"].map((title) => element("th", { scope: "col" }, title));
   return element("div", { class: "scroll" }, element("table", { class: "calls" },
     element("thead", {}, element("tr", {}, ...titles)),
     element("tbody", {}, ...calls.map((call) => element("tr", {}, cell(number(call.turn)),
-      cell(`${call.name} ${call.arguments}`), cell(call.answer, call.failed ? "down" : null), cell(number(call.latency_s)))))));
+      cell(`${call.name} ${call.arguments}`), cell(call.answer, call.failed ? "down" : null), cell(number(call.latency_s === null ? null : Math.round(1000 * call.latency_s))))))));
 }
 
 /** The card of a completion, whose place in the group is `order`. */
@@ -181,6 +191,10 @@ function card(completion, order, by, find, weights) {
   for (const [name, value] of Object.entries(completion.extras || {})) fact(name, value === null ? "none" : String(value));
   const made = element("article", { class: "completion", "data-order": order },
     element("h4", {}, `Completion ${order + 1}`), list);
+  if (completion.prompt) {
+    writePrompt(made, completion, find);
+    made.append(element("p", { class: "role" }, "completion"));
+  }
   const hits = find(completion.text);
   shown(made, completion.text, hits, (box, limit) => write(box, completion, by, hits, limit));
   if (completion.calls && completion.calls.length) made.append(callsOf(completion));
@@ -318,12 +332,7 @@ class Browser {
     this.where.textContent = `Step ${this.step}, group ${Number(this.groupChoice.value) + 1} of ${groups.length}: ` +
       `${count} ${count === 1 ? "completion" : "completions"}`;
     this.prompt.replaceChildren();
-    for (const { role, content } of turnsOf(group)) {
-      const hits = this.find(content), label = element("h4", { class: "role" });
-      plain(label, role);
-      if (role) this.prompt.append(label);
-      shown(this.prompt, content, hits, (box, limit) => marked(box, content, 0, limit, hits));
-    }
+    writePrompt(this.prompt, group, this.find);
     const cards = ({ completions }, weights) => this.sorted(completions).map(([completion, order]) =>
       card(completion, order, by, this.find, weights));
     this.cards.replaceChildren(...(this.beside.checked ? this.sameAs(group).map(({ title, other, weights }) =>
