@@ -51,8 +51,8 @@ class CheckConfig(
     model_name_or_path: str | None = None
     """Generate completions with this model. None uses the completions in the rows."""
     reward_timeout: Positive | None = 10.0
-    """Stop a reward function after N seconds for one completion. The table counts these timeouts; other findings
-    leave them out. None sets no limit, and runs the functions in this process."""
+    """Stop a reward function after N seconds for one completion. The table counts these timeouts; all other
+    checks ignore these completions. None sets no limit, and runs the functions in this process."""
     num_generations: Annotated[Whole, Field(ge=2)] = 8
     """Generate N completions per prompt with the model."""
     temperature: NotNegative = 1.0

@@ -110,8 +110,7 @@ DIFFERS = [
     ),
     (
         "adapters can have dropout, DoRA, `modules_to_save`, `target_parameters` or other options of peft",
-        "an error that names the option. With dropout, the trained policy would differ from the policy that generated "
-        "the completions. Checkpoints support only LoRA of linear layers",
+        "an error that names the option. Checkpoints support only LoRA of linear layers",
     ),
     ("prompt tuning trains", "an error: pass a `LoraConfig`"),
     (

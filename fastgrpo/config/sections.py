@@ -65,9 +65,9 @@ class PromptConfig:
     examples that need no files); gsm8k; sums (sums and differences with the prompt of gsm8k); reasoning_gym (generated
     problems); or dataset (your rows with a `prompt` column, and rewards from reward_funcs)."""
     reasoning_gym_tasks: Annotated[str, BeforeValidator(_text)] | None = None
-    """Draw problems from these tasks of reasoning-gym, with weights: chain_sum:2,leg_counting; with arguments, as a
-    dictionary or its JSON text: {"chain_sum": {"weight": 2, "max_terms": 3}}. The argument solved puts this many solved
-    problems before each prompt of a task."""
+    """Draw problems from these tasks of reasoning-gym, such as chain_sum:2,leg_counting, where 2 is a weight (default
+    1). To pass arguments, use a dictionary or its JSON text: {"chain_sum": {"weight": 2, "max_terms": 3}}. In the
+    dictionary, solved is the number of solved problems before each prompt of a task."""
     system_prompt: str | None = None
     """Replace the task's system prompt by this text. None keeps the task's system prompt."""
     chat_template_kwargs: Keywords | None = None
@@ -164,7 +164,7 @@ class RewardFunctionsConfig:
     reward_model_kwargs: Keywords | None = None
     """Pass these arguments to reward models: a dictionary or its JSON text, such as {"device": "cuda:1"}. The default
     device is the device of the policy. Process reward models also take separator, aggregation, step_tag, good_token and
-    bad_token. The weights of reward models are bfloat16 on a GPU and float32 on a CPU."""
+    bad_token."""
     reward_timeout: Positive | None = None
     """Stop a reward function that takes more than N seconds for one completion, and set the reward to None. With this
     setting, functions run in worker processes. For a server, N limits each attempt of a request. For the sandbox, N
