@@ -965,8 +965,7 @@ def linear_logprob(
     per_row = isinstance(temperature, torch.Tensor)
     logps, entropy = LinearLogprob.apply(
         hidden, weight, bias, targets, 1.0 if per_row else float(temperature), temperature if per_row else None,
-        softcap, needs, return_entropy, chunk_rows, group,
-        sum_hidden_grad,
+        softcap, needs, return_entropy, chunk_rows, group, sum_hidden_grad,
     )  # fmt: skip
     return logps, entropy if return_entropy else None
 
@@ -1027,9 +1026,8 @@ class LinearGRPO(torch.autograd.Function):
             if sums is not None:
                 head_products(exps, v, h, weight, *sums, part.start, group)
                 exps = None  # free before the next chunk allocates its own
-            outputs.append(
-                {"loss": loss, "logps": stats[0], **({"entropy": stats[1]} if with_entropy else {}), **metrics}
-            )  # fmt: skip
+            entropy = {"entropy": stats[1]} if with_entropy else {}
+            outputs.append({"loss": loss, "logps": stats[0], **entropy, **metrics})
         if ctx.form == "one":
             ctx.save_for_backward(hidden, weight, bias, rows.index, rows.active, exps, v)
         elif ctx.form == "many":
@@ -1112,6 +1110,4 @@ def linear_grpo_loss(
         The loss, a scalar; and log-probs and metrics by name, [M] each, with the entropy on request.
     """
     needs = needed(hidden, weight, bias)
-    return LinearGRPO.apply(
-        hidden, weight, bias, rows, objective, needs, return_entropy, softcap, chunk_rows, group
-    )  # fmt: skip
+    return LinearGRPO.apply(hidden, weight, bias, rows, objective, needs, return_entropy, softcap, chunk_rows, group)

@@ -53,7 +53,7 @@ def as_source(data: Any, *, seed: int, shuffle: bool, needed: int | None = None)
     return ShuffledRows(rows, seed=seed, shuffle=shuffle)
 
 
-class ShuffledRows:
+class ShuffledRows(Source):
     """A source that draws its rows in epochs, each in a new random order.
 
     Args:
@@ -89,13 +89,6 @@ class ShuffledRows:
                 random.Random(f"{self.seed}-{epoch}").shuffle(order)
             self._cached = (epoch, order)
         return self._cached[1]
-
-    def observe(self, accuracy: float) -> None:
-        """Ignore the accuracy."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return no metrics."""
-        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return how many rows have been drawn."""

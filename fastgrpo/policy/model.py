@@ -228,12 +228,8 @@ class Policy:
         """Compute [2, M]: the log-probs of a batch's completion tokens, and the entropy of each one's distribution."""
         states = self.completion_states(batch)
         weight, bias, softcap = self.head
-        return torch.stack(
-            linear_logprob(
-                states, weight, batch.targets, bias=bias, logit_softcap=softcap, temperature=temperature,
-                return_entropy=True,
-            )
-        )  # fmt: skip
+        options = {"bias": bias, "logit_softcap": softcap, "temperature": temperature}
+        return torch.stack(linear_logprob(states, weight, batch.targets, return_entropy=True, **options))
 
     def logps_of(self, states: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
         """Compute the fp32 log-probs [M] of tokens [M] from the states [M, D] that predict them."""
