@@ -36,11 +36,11 @@ draw = random.Random(0).randrange
 rows = [
     {"prompt": [*shown(3, 9), *shown(214, 140), *shown(40, 2), {"role": "user", "content": f"What is {a} + {b}?"}],
      "answer": a + b}
-    for a, b in ((draw(1000), draw(1000)) for _ in range(400))
+    for a, b in ((draw(1000), draw(1000)) for _ in range(352))
 ]  # fmt: skip
 config = GRPOConfig(
     output_dir="runs/tool-agent", max_steps=int(sys.argv[2]) if len(sys.argv) > 2 else 40, prompts_per_step=8,
     num_generations=8, max_completion_length=96, learning_rate=5e-6, logging_steps=1, overwrite_output_dir=True,
 )  # fmt: skip
 model = sys.argv[1] if len(sys.argv) > 1 else "models/smollm2-135m"
-GRPOTrainer(model, right, config, rows[:-100], rows[-100:], tools=[add]).train()
+GRPOTrainer(model, right, config, rows[:-32], rows[-32:], tools=[add]).train()
