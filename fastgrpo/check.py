@@ -6,6 +6,9 @@ Scores the completions in the column `completion`: a string, or a list of string
 Without a model there is no tokenizer, so the argument completion_ids of a reward function has the UTF-8 bytes of the
 text.
 
+--tools module:function and --environment module:Class check tools and an environment, without --reward only these: a
+scripted model calls each tool with made-up arguments in a few dialogues. `reset` gets the first row of --dataset.
+
 Exit code: 0 without warnings, 1 with warnings, 2 for wrong input.
 """
 
@@ -37,6 +40,7 @@ class CheckConfig(
     sections.RewardFunctionsConfig,
     sections.EngineConfig,
     sections.CompletionConfig,
+    sections.ToolsConfig,
     sections.TestSplitConfig,
     sections.DatasetConfig,
     sections.PromptConfig,
@@ -62,12 +66,17 @@ class CheckConfig(
 
 
 def check(argv: list[str]) -> int:
-    """Check the rewards, print the findings, and return the number of warnings."""
+    """Check rewards and environments, print the findings, and return the number of warnings."""
     config = parse_flags(
         CheckConfig, argv, prog="python -m fastgrpo.check", description=__doc__,
         aliases={"--reward": "--reward_funcs", "--dataset": "--dataset_name", "--model": "--model_name_or_path"},
     )  # fmt: skip
     refuse_ranks("check")
+    warnings = 0
+    if config.tools or config.environment is not None:
+        warnings += _check_environment(config)
+        if not config.reward_funcs:
+            return warnings
     from fastgrpo.evaluation.reward_check import check_reward
     from fastgrpo.rewards.call import Rewards
 
@@ -92,7 +101,6 @@ def check(argv: list[str]) -> int:
         rewards.place(rewards.device(choose_device(config.device), config.reward_device), tokenizer)
         found = [check_reward(function, groups, state, timeout=config.reward_timeout) for function in functions]
     print_columns([TITLES, *map(_cells, found)])
-    warnings = 0
     for finding in found:
         for word, pair in (("best", finding.best), ("worst", finding.worst)):
             if pair is not None:
@@ -108,6 +116,27 @@ def check(argv: list[str]) -> int:
             f"{config.max_completion_length}; raise it, or ask for shorter answers"
         )
     return warnings + (cut > TRUNCATED)
+
+
+def _check_environment(config):
+    """Print the problems of tools and of an environment, and return their number."""
+    from fastgrpo.evaluation.environment_check import check_environment
+    from fastgrpo.tools import find_environment, find_tools
+
+    row = {}
+    if config.dataset_name is not None:
+        if config.dataset_name.endswith(".jsonl"):
+            config = dataclasses.replace(config, dataset_test_split="train")
+        rows = as_rows(find_task(config.task).build(config, None).test(), "the data set").head(1)
+        row = _without(next(iter(rows.each(lambda row: row))))
+    factory = None if config.environment is None else find_environment(config.environment)
+    found = list(check_environment(factory, find_tools(config.tools), row, config.tool_timeout))
+    for name, kind, text in found:
+        print(f"{kind}: {name}: {text}")
+    warnings = sum(kind == "warning" for _, kind, _ in found)
+    if not warnings:
+        print("No problems found: the tools answer, and dialogues with the same seed are the same.")
+    return warnings
 
 
 def _cells(found):

@@ -279,6 +279,7 @@ def _row(problem, draw, completion):
         "rewards": {name: None if math.isnan(value) else value for name, value in completion.rewards.items()},
         "finish_reason": completion.finish_reason,
         "tokens": len(completion.drawn),
+        **({} if completion.dialogue is None else {"calls": completion.dialogue.calls}),
     }
 
 

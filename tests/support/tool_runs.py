@@ -1,8 +1,16 @@
-"""Runs with tools on a random model: a builder that reads calls from the numbers of tokens, tools, and trainers."""
+"""Runs with tools on a random model: a builder that reads calls from the numbers of tokens, tools, and trainers.
 
+As a script, `python tool_runs.py FOLDER RUNS` forks two ranks, which make the run `two` in the folder RUNS.
+"""
+
+import sys
 from collections import Counter as Counts
+from functools import partial
+from pathlib import Path
 
+import pytest
 import tiny
+from ranks import fork
 
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.data.responses import Parsed
@@ -72,16 +80,35 @@ class CountingBuilder:
 ROWS = [{"prompt": [{"role": "user", "content": f"{i}"}], "level": i} for i in range(8)]
 
 
-def make_trainer(folder, rows=ROWS, model=None, **how):
+def patch(setattr):
+    """Let turns be parsed here, and let a busy machine change no order."""
+    setattr("fastgrpo.tools.prompts.TurnBuilder", CountingBuilder)
+    for module in ("rollout.engine", "tools.calls", "tools.environments"):
+        setattr(f"fastgrpo.{module}.PATIENCE", 60)
+
+
+def make_trainer(folder, rows=ROWS, model=None, name="run", reward=reward, **how):
     """A trainer of 2 steps of 2 groups of 4."""
     given = {name: how.pop(name) for name in ("tools", "environment_factory", "rollout_func") if name in how}
     model = model or tiny.model(vocab_size=258)
     model.generation_config.eos_token_id = ENDS
     args = GRPOConfig(
         **{
-            "output_dir": str(folder / "run"), "max_steps": 2, "prompts_per_step": 2, "num_generations": 4,
+            "output_dir": str(folder / name), "max_steps": 2, "prompts_per_step": 2, "num_generations": 4,
             "max_completion_length": 40, "learning_rate": 1e-3, "report_to": "none", "seed": 3, "log_completions": True,
             **how,
         }
     )  # fmt: skip
     return GRPOTrainer(model, reward, args, rows, processing_class=tiny.tokenizer(chat=True), **given)
+
+
+OF_RANKS = {"environment_factory": Counter, "logging_steps": 1}
+
+
+def run_as_rank(folder):
+    make_trainer(folder, name="two", **OF_RANKS).train()
+
+
+if __name__ == "__main__":
+    patch(pytest.MonkeyPatch().setattr)
+    fork({"two": partial(run_as_rank, Path(sys.argv[2]))}, sys.argv[1], count=2)
