@@ -144,6 +144,16 @@ def shortened(text: str | list, limit: int = 60) -> str:
     return shown if len(shown) <= limit else shown[:limit] + "...'"
 
 
+def transcript(messages: list[dict]) -> str:
+    """Return messages for a reader: a line each, with its role and the calls of tools."""
+    lines = []
+    for message in messages:
+        calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+        parts = (message.get("content"), *(f"{call.get('name')}({call.get('arguments')})" for call in calls))
+        lines.append(" ".join([f"{message['role']}:", *(str(part) for part in parts if part)]))
+    return "\n".join(lines)
+
+
 def is_example(row: dict) -> bool:
     """Return whether a row is an example for supervised training."""
     return isinstance(row, Mapping) and any(row.get(name) is not None for name in ("completion", "messages"))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from fastgrpo.data.prompts import shortened
+from fastgrpo.data.prompts import shortened, transcript
 from fastgrpo.data.records import Sample, TrainerState
 from fastgrpo.evaluation.estimators import MAX_DRAWS, bootstrap, maj_at_k, pass_at_k, wilson
 from fastgrpo.policy.fit import prompts_of
@@ -318,7 +318,8 @@ def beside(models: Sequence[str], results: Sequence[Evaluation], count: int) -> 
         return math.inf if row["draw"] == "greedy" else row["draw"], row["problem"]
 
     def cell(row):
-        return f"{'right' if row['right'] else 'wrong'}: {completion_text(row['completion'])}"
+        text = transcript(row["completion"]) if row.get("calls") else completion_text(row["completion"])
+        return f"{'right' if row['right'] else 'wrong'}: {text}"
 
     lines = itertools.islice(zip(*(sorted(result.rows, key=place) for result in results), strict=True), count)
     cells = [[shortened(line[0]["prompt"]), str(line[0]["draw"]), *map(cell, line)] for line in lines]

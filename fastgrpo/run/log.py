@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fastgrpo.config.settings import TrainingConfig
+from fastgrpo.data.prompts import transcript
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.run.folder import RunFolder, contents, made_in, remove
 from fastgrpo.run.metrics import SAMPLE_COLUMNS, check_metric, entry, read_history, reduced
@@ -251,7 +252,7 @@ def cells(columns: Mapping[str, Sequence[Any]], most: int | None) -> list[list[s
 
 def _cell(value):
     if isinstance(value, list) and all(isinstance(turn, dict) and "role" in turn for turn in value):
-        return "\n".join(f"{turn['role']}: {turn.get('content', '')}" for turn in value)
+        return transcript(value)
     if isinstance(value, float):
         return f"{value:.2f}"
     return "" if value is None else str(value)

@@ -9,6 +9,7 @@ import pytest
 import tiny
 from ranks import start
 from samples import drawn
+from tool_runs import ENDS, ROWS, CountingBuilder
 
 from fastgrpo.data.records import TrainerState
 from fastgrpo.evaluate import main, parse
@@ -196,6 +197,27 @@ def test_compares_two_models(tmp_path, capfd, monkeypatch):
     assert [re.findall(r"\d\+1", line[0]) for line in shown[2:]] == [[f"{i}+1"] for i in (0, 1, 2, 0, 1, 2, 0)]
     assert main([*argv[:-1], str(tmp_path / "again.jsonl")]) == 0
     assert (tmp_path / "again.jsonl").read_text() == output.read_text()
+
+
+def test_evaluates_with_tools(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("fastgrpo.tools.prompts.TurnBuilder", CountingBuilder)
+    model = tiny.save(tmp_path / "model", chat=True)
+    config = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": ENDS}))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    argv = [str(model), "--task", "dataset", "--dataset_name", str(tmp_path / "rows.jsonl"), "--device", "cpu"]
+    argv += ["--reward_funcs", "tool_runs:reward", "--max_completion_length", "40", "--eval_num_generations", "2"]
+    for name, flags in (("tools", ["--tools", "tool_runs:count"]), ("env", ["--environment", "tool_runs:Counter"])):
+        output = tmp_path / name
+        assert main([*argv, *flags, "--show", "20", "--output", str(output)]) == 0
+        rows = [json.loads(line) for line in output.read_text().splitlines()]
+        assert len(rows) == 3 * len(ROWS) and any(row["calls"] for row in rows)
+        for row in rows:
+            answers = [message["content"] for message in row["completion"] if message["role"] == "tool"]
+            assert answers == [call["answer"] for call in row["calls"]][: len(answers)]
+            assert row["rewards"].get("Counter", len(row["calls"]) / 4) == len(row["calls"]) / 4
+    out = capfd.readouterr().out
+    assert "| rewards/Counter/mean" in out and re.search(r"count\(\{'n': \d+\}\)\W+tool: x", out)
 
 
 def test_an_error_leaves_no_empty_file_that_would_stop_the_next_attempt(tmp_path, capsys):
