@@ -97,8 +97,7 @@ In the notes, *window* means that prompt and completion together must fit into t
 decoding uses CUDA graphs only in bf16 on Hopper and Blackwell data-center GPUs. The notes give the head dimensions of
 the tiny model, not of published models.
 
-For any other architecture, fastgrpo checks at load whether the engine supports it, by a forward pass without weights on
-the meta device.
+For any other architecture, fastgrpo checks at load whether the engine supports it.
 
 | `model_type` | class | result | note |
 |---|---|---|---|

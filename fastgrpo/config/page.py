@@ -47,10 +47,9 @@ print(args.prompts_per_step, args.dtype)  # 2 bfloat16
 ```
 
 `GRPOConfig` accepts every argument of `trl.GRPOConfig` and of `transformers.TrainingArguments`. The tables below state
-which arguments are translated, have no effect, or are not supported. All other arguments are
-[settings](settings.md) with the same name. The command line and YAML files accept only settings. If an argument
-contradicts a setting, an error says so. `HfArgumentParser` and `TrlParser` work, for example
-`TrlParser((ScriptArguments, GRPOConfig))`.
+which arguments are translated, have no effect, or are not supported. All others are [settings](settings.md). The
+command line and YAML files accept only settings. If an argument contradicts a setting, an error says so.
+`HfArgumentParser` and `TrlParser` work, for example `TrlParser((ScriptArguments, GRPOConfig))`.
 
 **Set the batch size.** TRL has four batch arguments: `per_device_train_batch_size`, `gradient_accumulation_steps`,
 `steps_per_generation` and `generation_batch_size`.
@@ -105,8 +104,7 @@ DIFFERS = [
     ("`generation_kwargs` with `num_beams` trains", "an error: beams are not samples of the policy"),
     (
         "a reward tokenizer without a padding token pads with its end token",
-        "an error: set a padding token that no text contains. The model reads the reward before the first padding "
-        "token, and end tokens of earlier turns would look like padding",
+        "an error: set a padding token that no text contains",
     ),
     (
         "adapters can have dropout, DoRA, `modules_to_save`, `target_parameters` or other options of peft",

@@ -69,7 +69,7 @@ class PromptConfig:
     1). To pass arguments, use a dictionary or its JSON text: {"chain_sum": {"weight": 2, "max_terms": 3}}. In the
     dictionary, solved is the number of solved problems before each prompt of a task."""
     system_prompt: str | None = None
-    """Replace the task's system prompt by this text. None keeps the task's system prompt."""
+    """Replace the task's system prompt by this text. None keeps it."""
     chat_template_kwargs: Keywords | None = None
     """Pass these arguments to the tokenizer's chat template: a dictionary or its JSON text, such as {"enable_thinking":
     false}."""
@@ -478,11 +478,11 @@ class ObjectiveConfig:
     vespo_k_pos: NotNegative = 2.0
     """Use this k in VESPO's weight W^k exp(lambda (1 - W)) if the advantage is at least 0."""
     vespo_lambda_pos: Positive = 3.0
-    """Use this lambda in VESPO's weight W^k exp(lambda (1 - W)) if the advantage is at least 0."""
+    """Use this lambda in VESPO's weight if the advantage is at least 0."""
     vespo_k_neg: NotNegative = 3.0
-    """Use this k in VESPO's weight W^k exp(lambda (1 - W)) if the advantage is negative."""
+    """Use this k in VESPO's weight if the advantage is negative."""
     vespo_lambda_neg: Positive = 2.0
-    """Use this lambda in VESPO's weight W^k exp(lambda (1 - W)) if the advantage is negative."""
+    """Use this lambda in VESPO's weight if the advantage is negative."""
     mask_truncated_completions: bool = False
     """Drop truncated completions from the loss. Their rewards still count in the mean and standard deviation of the
     group, as in DAPO (arXiv 2503.14476, equation 9) and TRL."""
