@@ -6,8 +6,9 @@ Scores the completions in the column `completion`: a string, or a list of string
 Without a model there is no tokenizer, so the argument completion_ids of a reward function has the UTF-8 bytes of the
 text.
 
---tools module:function and --environment module:Class check tools and an environment, without --reward only these: a
-scripted model calls each tool with made-up arguments in a few dialogues. `reset` gets the first row of --dataset.
+--tools module:function and --environment module:Class check tools and an environment: a scripted model calls each tool
+with made-up arguments in a few dialogues. `reset` gets the first row of --dataset. Without --reward, no reward function
+is checked.
 
 Exit code: 0 without warnings, 1 with warnings, 2 for wrong input.
 """
