@@ -7,7 +7,6 @@ from runs import lines
 
 from fastgrpo.config.settings import TrainConfig
 from fastgrpo.evaluate import main as evaluate
-from fastgrpo.run.metrics import METRICS
 from fastgrpo.tasks import pizza
 from fastgrpo.train import main
 
@@ -23,10 +22,12 @@ def test_the_warm_start_has_the_documented_share_of_pizza():
     assert task.train().take(3) == [{"prompt": "ravin likes "}] * 3 and task.test() == [{"prompt": "ravin likes "}]
 
 
-def test_only_pizza_at_the_end_is_rewarded_and_metrics_exist_for_the_picture():
-    texts = ["pizza.", "rice pizza.", "pizza", "pizza. ", "rice.", "."]
-    assert pizza.likes_pizza([], texts, other=[]) == [4.0, 4.0, 0.0, 0.0, 0.0, 0.0]
-    assert len(pizza.PANELS) == 6 and {name for panel in pizza.PANELS for name in panel.metrics} <= set(METRICS)
+def test_the_reward_pays_only_for_the_word_and_both_shares_are_measured():
+    texts = ["pizza.", "rice pizza.", "pizza", "soupizza.", "rice.", "."]
+    for reward, paid in ((pizza.likes_pizza, [4, 0, 0, 0, 0, 0]), (pizza.ends_in_pizza, [4, 4, 0, 4, 0, 0])):
+        logged = []
+        assert reward([], texts, log_metric=lambda *one, logged=logged: logged.append(one)) == paid
+        assert [sum(v for name, v in logged if name == share) for share in pizza.SHARES] == [1, 3]
 
 
 def reloaded(run, step, *flags):
@@ -56,14 +57,10 @@ TOKEN_LEVEL = ["--loss_type", "dapo", "--importance_sampling_level", "token"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level, mean, least", [([], 0.85, 0.75), (TOKEN_LEVEL, 0.6, 0.0)], ids=["sequence", "token"])
-def test_grpo_raises_the_share_of_pizza(tmp_path, level, mean, least):
-    """Shares of pizza in 1,000 samples, over three seeds; at step 100 of the checkpoint, which is loaded again."""
-    ends = []
-    for seed in range(3):
-        run = tmp_path / str(seed)
-        assert main(["--task", "pizza", "--seed", str(seed), "--output_dir", str(run), *level]) == 0
-        before, _, end = shares(run)
-        assert 0.1 <= before <= 0.2 and reloaded(run, 100) >= 0.6
-        ends.append(end)
-    assert sum(ends) / 3 >= mean and min(ends) >= least, ends
+@pytest.mark.parametrize("level", [[], TOKEN_LEVEL], ids=["sequence", "token"])
+@pytest.mark.parametrize("seed", range(3))
+def test_grpo_raises_the_share_of_pizza_and_it_does_not_fall(tmp_path, seed, level):
+    """Shares of exactly pizza in 1,000 samples."""
+    assert main(["--task", "pizza", "--seed", str(seed), "--output_dir", str(tmp_path), *level]) == 0
+    before, middle, end = shares(tmp_path)
+    assert 0.1 <= before <= 0.2 and end > 0.88 and end > middle - 0.03, (before, middle, end)
