@@ -85,7 +85,7 @@ You can pass any value.
 """
 REFUSED_INTRODUCTION = """## Not supported
 
-You can pass None, False, 0, an empty value, and the values in brackets. Any other value raises an error with this text.
+You can pass None, False, 0, empty values, and values in brackets. Any other value raises an error with the row's text.
 
 | argument | what to do |
 |----------|------------|

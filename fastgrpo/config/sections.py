@@ -66,8 +66,8 @@ class PromptConfig:
     problems); or dataset (your rows with a `prompt` column, and rewards from reward_funcs)."""
     reasoning_gym_tasks: Annotated[str, BeforeValidator(_text)] | None = None
     """Draw problems from these tasks of reasoning-gym, such as chain_sum:2,leg_counting, where 2 is a weight (default
-    1). To pass arguments, use a dictionary or its JSON text: {"chain_sum": {"weight": 2, "max_terms": 3}}. In the
-    dictionary, solved is the number of solved problems before each prompt of a task."""
+    1). To pass arguments, use a dictionary or its JSON text: {"chain_sum": {"weight": 2, "max_terms": 3}}. The key
+    solved sets how many solved problems precede each prompt of a task."""
     system_prompt: str | None = None
     """Replace the task's system prompt by this text. None keeps it."""
     chat_template_kwargs: Keywords | None = None
@@ -85,10 +85,10 @@ class ToolsConfig:
     """Tools that the model calls while it generates a completion, and environments."""
 
     tools: Several[str] = ()
-    """Let the model call these functions, module:function. If empty, use the tools of the task."""
+    """Let the model call these functions, module:function. Empty uses the task's tools, if any."""
     environment: str | None = None
-    """Give each completion an instance of this class, module:Class. Its public methods are tools. None uses the
-    environment of the task."""
+    """Give each completion an instance of this class, module:Class. Its public methods are tools. None uses the task's
+    environment, if any."""
     max_tool_calling_iterations: Size | None = None
     """Run the tool calls of at most N turns of a completion. None sets no limit."""
     tool_timeout: Positive | None = 60.0
@@ -168,8 +168,8 @@ class RewardFunctionsConfig:
     reward_timeout: Positive | None = None
     """Stop a reward function that takes more than N seconds for one completion, and set the reward to None. With this
     setting, functions run in worker processes. For a server, N limits each attempt of a request. For the sandbox, N
-    limits all tests of a completion together. None limits only an attempt of a request (60 seconds) and a test in the
-    sandbox (5 seconds)."""
+    limits all tests of a completion together. If None, only requests (60 seconds per attempt) and tests in the sandbox
+    (5 seconds each) are limited."""
 
     @property
     def prm(self) -> dict[str, Any]:
