@@ -1,4 +1,4 @@
-"""Batches in Liger-Kernel's terms, their truth in fp64, and the table in docs/integrations.md of Liger's differences.
+"""Batches in Liger-Kernel's terms, their truth in fp64, and a table of where Liger differs (docs/integrations.md).
 
     TRITON_INTERPRET=1 python -m benchmarks.liger_cases [--search]
 
@@ -230,7 +230,7 @@ def cell(run, implementation, case, true, beyond=False):
 
 
 def table():
-    """Return the table of docs/integrations.md. Liger's function needs TRITON_INTERPRET=1, or a GPU."""
+    """Return the table of Liger's differences. Liger's function needs TRITON_INTERPRET=1, or a GPU."""
     from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 

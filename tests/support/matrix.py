@@ -116,8 +116,9 @@ def trajectory(case, ranks=ALONE):
     policy = Policy(tiny.model("llama", tie_word_embeddings=True))
     if case.lora:
         add_lora(policy.module, r=4, target_modules=["all-linear"])
+    policy.module.double()  # so that rounding hides no difference
     if case.parallel == "fsdp2" and ranks is not ALONE:
-        policy = shard(policy, ranks, dtype=torch.float32)
+        policy = shard(policy, ranks, dtype=torch.float64)
     reference = make_reference(policy, case.beta)
     move(policy.module)
     optimizer = MasterAdamW(policy.module, learning_rate=LEARNING_RATE, eps=1e-4)
