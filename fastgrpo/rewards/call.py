@@ -426,7 +426,10 @@ class Judging:
         if self.ranks.size == 1:
             return judged
         owners = [i for i in mine for _ in self.groups[i]]
-        sent = dataclasses.replace(judged, completions=list(zip(owners, map(_sent, judged.completions), strict=True)))
+        sent = [
+            (i, _sent(completion, self.prompts[i])) for i, completion in zip(owners, judged.completions, strict=True)
+        ]
+        sent = dataclasses.replace(judged, completions=sent)
         pairs, errors, timeouts, logged = [], Counter(), Counter(), defaultdict(list)
         for other in self.ranks.gather(sent, "the completions that the ranks drew"):
             pairs += other.completions
@@ -437,7 +440,7 @@ class Judging:
         completions = []
         for i, sample in sorted(pairs, key=lambda pair: pair[0]):
             given = self.prompts[i]
-            if sample.dialogue is None:  # with tools, prompts may differ within a group
+            if sample.prompt_ids is None:
                 sample = dataclasses.replace(sample, prompt_ids=given.ids, prompt=given.prompt)
             completions.append(dataclasses.replace(sample, columns=given.columns))
         return Judged(completions, errors, dict(logged), timeouts)
@@ -459,9 +462,10 @@ def judge_together(
     return judging.result()
 
 
-def _sent(completion):
+def _sent(completion, prompt):
     """Return a completion without what all ranks know, and with its own tensors: pickle sends the storage of a view."""
     own = {"logps": completion.logps.clone(), "sampler_logps": completion.sampler_logps.clone(), "columns": None}
-    if completion.dialogue is None:
+    # An environment or `rollout_func` may have written another prompt.
+    if (completion.prompt_ids, completion.prompt) == (prompt.ids, prompt.prompt):
         own |= {"prompt_ids": None, "prompt": None}
     return dataclasses.replace(completion, **own)

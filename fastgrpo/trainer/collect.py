@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.data.records import Prompt, Sample, TrainerState
+from fastgrpo.data.prompts import copied
+from fastgrpo.data.records import Prompt, Sample, StopReason, TrainerState
 from fastgrpo.data.sources import Source
 from fastgrpo.data.token_text import TokenText
 from fastgrpo.loss.advantages import decoupled_advantages, group_advantages, process_advantages
@@ -140,7 +141,7 @@ class Collector:
             with self.engine.policy.gather():
                 if self.rollout_func is not None:
                     lost = 0
-                    for i, samples in rolled_out(self.rollout_func, groups).items():
+                    for i, samples in rolled_out(self.rollout_func, groups, self.sampling.stop_token_ids).items():
                         judging.add(i, samples)
                 else:
                     sampling = dataclasses.replace(self.sampling, seed=seed)
@@ -190,15 +191,17 @@ def _means(measured):
 
 
 def rolled_out(
-    function: Callable[[list], Mapping[str, list]], groups: Mapping[int, Sequence[Prompt]]
+    function: Callable[[list], Mapping[str, list]], groups: Mapping[int, Sequence[Prompt]], stop_ids: Sequence[int]
 ) -> dict[int, list[Sample]]:
-    """Generate completions by TRL's `rollout_func` instead of the engine.
+    """Generate completions by TRL's `rollout_func` instead of the engine. Those without a stop token are truncated.
 
     Raises:
         ValueError: It returned something else than lists with one item per prompt.
     """
     prompts = [prompt for group in groups.values() for prompt in group]
-    returned = dict(function([prompt.prompt for prompt in prompts]))
+    if not prompts:  # a refill of dynamic sampling may give this rank none
+        return {}
+    returned = dict(function([copied(prompt.prompt) for prompt in prompts]))
     needed = ("prompt_ids", "completion_ids", "logprobs")
     lacking = [name for name in needed if returned.get(name) is None]
     if lacking:
@@ -220,10 +223,14 @@ def rolled_out(
             )
         logps = torch.tensor(list(compress(logprobs[i], mask or repeat(1))), dtype=torch.float32)
         own = {name: values[i] for name, values in returned.items()}
+        reason = StopReason.STOP if drawn[i][-1] in stop_ids else StopReason.LENGTH
         samples.append(
-            Sample(ids[i], drawn[i], logps=logps, sampler_logps=logps, tool_mask=mask, columns=prompt.columns | own)
-        )
-    size = len(prompts) // max(len(groups), 1)
+            Sample(
+                ids[i], drawn[i], logps=logps, sampler_logps=logps, finish_reason=reason, tool_mask=mask,
+                columns=prompt.columns | own,
+            )
+        )  # fmt: skip
+    size = len(prompts) // len(groups)
     return {i: samples[at * size : (at + 1) * size] for at, i in enumerate(groups)}
 
 

@@ -7,7 +7,6 @@ Supervised training (`supervised.py`) uses the same loop with its own collect an
 """
 
 import dataclasses
-import functools
 import logging
 import math
 import sys
@@ -130,6 +129,11 @@ class GRPOTrainer:
         self.args, self.train_dataset, self.eval_dataset = args, train_dataset, eval_dataset
         self.ranks = ranks = join(args.device, args.ddp_timeout)
         self.environments, self.rollout_func = self._make_environments(tools, environment_factory), rollout_func
+        if self.environments is not None and rollout_func is not None:
+            raise ValueError(
+                "rollout_func cannot be combined with tools or environments; call the tools in rollout_func, and mark "
+                "their answers in env_mask"
+            )
         if train_dataset is None and self.environments is not None and self.environments.resets and args.max_steps > 0:
             train_dataset = [{}] * args.rows_per_step  # the environments write the prompts
         if train_dataset is None:
@@ -245,7 +249,8 @@ class GRPOTrainer:
             self.sampling, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p or 0.0,
             repetition_penalty=args.repetition_penalty,
         )  # fmt: skip
-        rollout_func = self.rollout_func and functools.partial(self.rollout_func, trainer=self)
+        # Called by position, as in TRL: its second parameter may have any name.
+        rollout_func = self.rollout_func and (lambda prompts: self.rollout_func(prompts, self))
         self.collector = Collector(
             self.source, self.prompts, self.engine, self.rewards, self.sampling, args, self.timer, self.ranks,
             rollout_func,

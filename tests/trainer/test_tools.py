@@ -1,15 +1,19 @@
 """Training with tools, on a random model whose turns a test parses: calls, answers, rewards, and what is learned."""
 
 import json
+import pickle
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
-from tool_runs import Counter, CountingBuilder, count, make_trainer
+from tool_runs import ENDS, ROWS, Counter, CountingBuilder, count, make_trainer
 
-from fastgrpo.data.records import Sample
+from fastgrpo.data.records import Prompt, Sample
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.model import Policy
+from fastgrpo.rewards.call import Judging, Rewards
+from fastgrpo.trainer.collect import rolled_out
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 from fastgrpo.trainer.update import GRPOUpdate, Learner
 
@@ -63,3 +67,51 @@ def test_the_tokens_of_answers_are_attended_to_and_not_learned(share_prompt):
     total.backward()
     for gradient, parameter in zip(found, plain.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, atol=1e-6, rtol=1e-5)
+
+
+DRAWN = [[40, 41, 42, ENDS[0]], [43, 44, 45, 46]]  # the second one is truncated
+
+
+def rollouts(prompts, it):
+    """As in TRL, the second parameter may have any name, and the prompts are copies."""
+    assert it.tokenizer is not None and len(prompts) == 8
+    for prompt in prompts:
+        prompt.clear()
+    return {
+        "prompt_ids": [[50 + i // 4] for i in range(8)],
+        "completion_ids": [DRAWN[i % 2] for i in range(8)],
+        "logprobs": [[-1.0, 0.0, -2.0, -3.0]] * 8,
+        "env_mask": [[1, 0, 1, 1]] * 8,
+        "won": [float(i % 4) for i in range(8)],
+    }
+
+
+def won(won, **_):
+    return won
+
+
+def test_a_run_with_a_rollout_func(tmp_path):
+    make_trainer(tmp_path, reward=won, rollout_func=rollouts, max_steps=1).train()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [row["finish_reason"] for row in rows] == ["stop", "length"] * 4
+    assert [row["rewards"]["won"] for row in rows] == [0, 1, 2, 3] * 2
+    assert all(row["tokens"] == 3 and row["logps"] == [-1, -2, -3] for row in rows)
+    assert {row["prompt"][0]["content"] for row in rows} <= {row["prompt"][0]["content"] for row in ROWS}
+
+
+def test_a_rank_without_prompts_calls_no_rollout_func():
+    assert rolled_out(lambda prompts: 1 / 0, {}, ENDS) == {}
+
+
+def test_rejects_a_rollout_func_with_tools(tmp_path):
+    with pytest.raises(ValueError, match="rollout_func cannot be combined"):
+        make_trainer(tmp_path, rollout_func=rollouts, tools=[count])
+
+
+def test_ranks_keep_the_prompts_that_a_rollout_func_wrote():
+    prompt = Prompt([5, 6], "as given")
+    ranks = SimpleNamespace(size=2, gather=lambda value, what: [pickle.loads(pickle.dumps(value))])
+    judging = Judging(Rewards(lambda completions, **_: [1.0, 0.0]), [prompt], tiny.tokenizer(), ranks=ranks)
+    given = {"logps": torch.tensor([-1.0]), "sampler_logps": torch.tensor([-1.0])}
+    judging.add(0, [Sample([7, 8, 9], [3], **given), Sample([5, 6], [4], **given)])
+    assert [sample.prompt_ids for sample in judging.result().completions] == [[7, 8, 9], [5, 6]]
