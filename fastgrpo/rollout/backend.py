@@ -285,19 +285,18 @@ def draw_groups(
                 }
                 if len(parts[i]) < len(groups[i]):
                     continue
-                samples = [sample for _, sample in sorted(parts[i].items())]
                 if len(done) < count:
-                    done[i] = samples
+                    done[i] = [sample for _, sample in sorted(parts.pop(i).items())]
                     if finished is not None:
-                        finished(i, samples)
-                else:  # it finished in the same step as the last one that was wanted
-                    lost += sum(len(sample.drawn) for sample in samples)
+                        finished(i, done[i])
             if progress is not None:
                 progress((left - engine.work_left()) / work)
                 left = engine.work_left()
     finally:
         for request_id in list(engine.unfinished):
             lost += engine.abort_request(request_id)
+    # Others may have finished in the same step as the last one that was wanted, or in part.
+    lost += sum(len(sample.drawn) for part in parts.values() for sample in part.values())
     return dict(sorted(done.items())), lost
 
 

@@ -43,7 +43,7 @@ from fastgrpo.rollout.weights import HeldWeights
 
 COMPACT_BELOW = 0.9  # gaps are closed if a smaller share of the lanes is in use: a copy costs less than idle lanes
 ADMIT_FROM = 0.25  # waiting groups start when this share of the lanes is free: a prefill costs several decode steps
-PREFILL_TOKENS = 16384  # prompt tokens of one prefill pass
+PREFILL_TOKENS = 16384  # tokens of prompts or answers in one forward pass
 POLL_STEPS = 8  # decode steps between two reads of the GPU's finished flags; on a CPU they are read every step
 # Seconds that a step waits for the answers of quick tools. Answers that arrive in time are always appended in the step
 # after their call, so runs with quick deterministic tools are equal bit for bit.
@@ -284,15 +284,17 @@ class RolloutEngine(RolloutBackend):
         lanes = [lane for lane, running in enumerate(self.running) if running and running.group.request is request]
         if not lanes:  # its prefill failed
             return 0
-        index, done = self._tensor(lanes), self.running[lanes[0]].group.done
+        index, stopped = self._tensor(lanes), [self.running[lane] for lane in lanes]
+        done = stopped[0].group.done
         taken = self.lanes.take(index)  # counts the tokens, and checks that their log-probs are finite
         self.lanes.finished[index] = True
-        for lane in lanes:
-            if self.running[lane].dialogue:
-                self.running[lane].dialogue.close(StopReason.ABORTED)
+        for running in stopped:
+            if running.dialogue:
+                running.dialogue.close(StopReason.ABORTED)
         self._leave(lanes)
         self._compact()
-        return sum(len(rollout.ids) for rollout in done.values()) + sum(len(ids) for ids, *_ in taken)
+        answers = sum(span.stop - span.start for running in stopped for span in running.given)
+        return sum(len(sample.drawn) for sample in done.values()) + sum(len(ids) for ids, *_ in taken) - answers
 
     def abort_request(self, request_id: int) -> int:
         """Drop a waiting or running request, and return the number of its drawn tokens."""
@@ -361,18 +363,24 @@ class RolloutEngine(RolloutBackend):
             wait([awaited[lane] for lane in quick], PATIENCE)
         for lane in quick:
             self.running[lane].patient = False
-        ended, given, room = {}, {}, self.max_num_seqs - len(self._live())
+        ended, given, tokens, room = {}, [], math.inf, self.max_num_seqs - len(self._live())
         for lane, answer in awaited.items():
             if not answer.done():
                 continue
             turn = answer.result()
             if turn.reason is not None:
                 ended[lane] = turn.reason
-            elif len(given) < room:
-                given[lane] = turn.ids
+            elif room > 0:
+                tokens += len(turn.ids)
+                if tokens > PREFILL_TOKENS:
+                    given.append({})
+                    tokens = len(turn.ids)
+                given[-1][lane] = turn.ids
+                room -= 1
         outputs = self._finish(ended)
+        for part in given:
+            self._append(part)
         if given:
-            self._append(given)
             self._compact()
             self._arrange()
         return outputs
@@ -426,11 +434,11 @@ class RolloutEngine(RolloutBackend):
         if self.budget is None:
             self.left = memory_left(policy.device, self.reserved() if self.reserved else 0)
             self.budget = int(self.memory_utilization * self.left)
-        # A penalty needs one byte per lane and token of the vocabulary.
-        budget = self.budget - (self.max_num_seqs * len(policy.head.weight) if sampling.penalizes else 0)
         # Completions that wait for tools keep their slots while others draw, so there may be more slots than draws.
         waits = any(request.dialogues for request in self.waiting)
         most = sum(len(limits) for _, limits in requests) if waits else self.max_num_seqs
+        # A penalty needs one byte per lane and token of the vocabulary.
+        budget = self.budget - (most * len(policy.head.weight) if sampling.penalizes else 0)
         limits = most, kv_token_bytes(shape, policy.dtype), budget, provider.flat, self.left
         try:
             new = fit(requests, *limits)

@@ -10,11 +10,12 @@ from drawing import PROMPTS, finish
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fastgrpo.data.records import StopReason, Turn
+from fastgrpo.data.records import Prompt, StopReason, Turn
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, score
 from fastgrpo.rollout import engine as engine_module
 from fastgrpo.rollout.attention import GroupDecode
+from fastgrpo.rollout.backend import draw_groups
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.hf import HFBackend
 from fastgrpo.rollout.sampling import SamplingParams
@@ -150,6 +151,43 @@ def test_while_tools_are_running_others_decode(monkeypatch):
     while engine.has_unfinished_requests():
         finished += engine.step()
     assert sorted(finished[:2]) == [2, 3] and sorted(finished[2:]) == [0, 1]
+
+
+def test_many_tokens_of_answers_are_appended_in_several_passes(monkeypatch):
+    sampling = SamplingParams(max_tokens=LIMIT, stop_token_ids=STOPS, seed=3)
+
+    def drawn():
+        scripts = [[Scripted([[1, 2, 3, 4]], delay=1) for _ in range(2)] for _ in PROMPTS]
+        return rollouts_of(RolloutEngine(model_of("llama")), scripts, sampling, monkeypatch)
+
+    at_once, passes, append = drawn(), [], RolloutEngine._append
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 9)
+    noted = lambda engine, given: passes.append([*map(len, given.values())]) or append(engine, given)  # noqa: E731
+    monkeypatch.setattr(RolloutEngine, "_append", noted)
+    for sample, other in zip(drawn(), at_once, strict=True):
+        assert (sample.ids, sample.tool_mask) == (other.ids, other.tool_mask)
+    assert max(map(sum, passes)) == 8
+
+
+def test_tokens_that_were_drawn_in_vain_are_counted_without_answers(monkeypatch):
+    """Of a completion that ended, and of one that waits for its second answer; their group is not wanted any more."""
+    sampling = SamplingParams(max_tokens=LIMIT, stop_token_ids=STOPS, seed=3)
+    ended, waits, wanted = Scripted([]), Scripted([[1, 2, 3], [4]], delay=1), Scripted([[6]], delay=2)
+
+    def tick(*_, **__):
+        wanted.tick()
+        if len(waits.turns) == 1:
+            waits.tick()
+
+    monkeypatch.setattr(engine_module, "wait", tick)
+    groups = {
+        0: [Prompt(PROMPTS[0], "", dialogue=ended), Prompt(PROMPTS[1], "", dialogue=waits)],
+        1: [Prompt(PROMPTS[2], "", dialogue=wanted)],
+    }
+    done, lost = draw_groups(RolloutEngine(model_of("llama")), groups, sampling, count=1)
+    assert list(done) == [1] and len(waits.turns) == 2
+    assert ended.closed == [StopReason.STOP] and waits.closed == [StopReason.ABORTED]
+    assert lost == sum(map(len, ended.turns + waits.turns))
 
 
 def test_an_aborted_completion_is_closed_and_its_lane_is_free():
