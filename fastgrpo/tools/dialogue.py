@@ -15,7 +15,7 @@ Otherwise the answers are appended, and the model draws the next turn.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -157,15 +157,12 @@ class Dialogue:
         return not callable(value) and bool(value)  # a method of this name is a tool
 
 
-def dialogue_metrics(
-    samples: Sequence[Sample], names: Iterable[str], turns: Mapping[str, int] | None = None
-) -> dict[str, float]:
+def dialogue_metrics(samples: Sequence[Sample], names: Iterable[str]) -> dict[str, float]:
     """Measure the dialogues of a step.
 
     Args:
         samples: Its completions.
         names: The names of the tools; calls of other names are counted as "unknown".
-        turns: The counts of the turn builders in this step.
 
     Returns:
         The metrics by name.
@@ -185,6 +182,5 @@ def dialogue_metrics(
         values[f"tools/{name}/failures"] = sum(call["failed"] for call in own)
         if own:
             values[f"tools/{name}/latency_s"] = sum(call["latency_s"] for call in own) / len(own)
-    values |= {f"turns/{name}": count for name, count in (turns or {}).items()}
     reasons = Counter(sample.finish_reason for sample in samples)
     return values | {f"stop_reason/{reason}": reasons[reason] / len(samples) for reason in StopReason}

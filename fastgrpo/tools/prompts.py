@@ -1,7 +1,6 @@
 """Makes the prompts of rows, and starts their completions: with tools, each has a dialogue of its own."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +42,7 @@ class Prompts:
         seed: int = 0,
     ):
         self.tokenizer, self.template_kwargs, self.environments = tokenizer, template_kwargs, environments
-        self.max_turns, self.seed, self.builders, self.counted = max_turns, seed, {}, Counter()
+        self.max_turns, self.seed, self.builders, self.counted = max_turns, seed, {}, {}
         for name, box in environments.boxes.items() if environments else ():
             self.builders[name] = TurnBuilder(tokenizer, box.schemas, template_kwargs or {}, stop_token_ids)
 
@@ -77,6 +76,7 @@ class Prompts:
         """
         if self.environments is None:
             return {i: [prompt] * count for i, prompt in prompts.items()}
+        self.counted = self._count()
         wanted = [(i, number) for i in prompts for number in range(count)]
         rows = [{"prompt": prompts[i].prompt, **prompts[i].columns} for i, _ in wanted]
         seeds = [seed_of(self.seed, *place, i, number) for i, number in wanted]
@@ -94,11 +94,19 @@ class Prompts:
             self.environments.give_back(p.dialogue.episode for group in groups.values() for p in group)
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Measure the dialogues of a step, and count the turns since the last call."""
+        """Measure the dialogues of a step."""
         if self.environments is None:
             return {}
-        counts = sum((builder.counts for builder in self.builders.values()), Counter())
-        turns = {name: counts[name] - self.counted[name] for name in ("appended", "bridged")}
-        self.counted = counts
         names = dict.fromkeys(name for box in self.environments.boxes.values() for name in box.tools)
-        return dialogue_metrics(samples, names, turns)
+        return dialogue_metrics(samples, names)
+
+    def turns(self) -> dict[str, int]:
+        """Count how the answers since the last `start` were tokenized in this process, as metrics."""
+        if self.environments is None:
+            return {}
+        return {f"turns/{name}": count - self.counted[name] for name, count in self._count().items()}
+
+    def _count(self):
+        return {
+            name: sum(builder.counts[name] for builder in self.builders.values()) for name in ("appended", "bridged")
+        }

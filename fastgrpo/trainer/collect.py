@@ -76,9 +76,11 @@ class Collector:
         for batch in range(args.dynamic_sampling or 1):
             wanted = args.prompts_per_step - sum(teaching)
             taken += args.oversampled(wanted)
-            judged, measured, lost_now = self._draw(state, batch, wanted)
+            judged, measured, lost_now, turns = self._draw(state, batch, wanted)
             live.append(measured)
             lost += lost_now
+            for of_rank in turns:
+                counts.update(of_rank)
             for what, of_functions in (("errors", judged.errors), ("timeouts", judged.timeouts)):
                 counts.update({f"rewards/{name}/{what}": count for name, count in of_functions.items()})
             for name, values in judged.logged.items():
@@ -120,7 +122,7 @@ class Collector:
         return samples, metrics
 
     def _draw(self, state, batch, count):
-        """Draw and judge one batch of `count` groups: what was judged, what the rollout measured, tokens aborted."""
+        """Draw and judge one batch of `count` groups: what was judged and measured, tokens aborted, turns by rank."""
         taken = self.args.oversampled(count)
         rows = list(self.source.take(taken))
         if len(rows) != taken:  # the rollout would wait for the groups that are missing
@@ -147,8 +149,8 @@ class Collector:
                     sampling = dataclasses.replace(self.sampling, seed=seed)
                     _, lost = draw_groups(self.engine, groups, sampling, wanted, judging.add)
             # All ranks wait for the slowest here, so that the time of the stage is that of the whole rollout.
-            told = self.engine.metrics() if wanted else {}, lost, digest_of_rows(rows)
-            live, lost, digests = zip(*self.ranks.gather(told, "what the rollouts measured"), strict=True)
+            told = self.engine.metrics() if wanted else {}, lost, digest_of_rows(rows), self.prompts.turns()
+            live, lost, digests, turns = zip(*self.ranks.gather(told, "what the rollouts measured"), strict=True)
         if len({*digests}) > 1:
             raise ValueError(
                 f"the source of training rows ({type(self.source).__name__}) gave other rows on other ranks; its rows "
@@ -158,7 +160,7 @@ class Collector:
             judged = judging.result()
             self.prompts.finish(groups)
         self._need_steps(judged)
-        return judged, _means(list(filter(None, live))), sum(lost)
+        return judged, _means(list(filter(None, live))), sum(lost), turns
 
     def _need_steps(self, judged):
         """Refuse a run that is to learn from step rewards, whose first batch has none."""

@@ -4,7 +4,6 @@ import asyncio
 import pickle
 import threading
 import time
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -201,13 +200,12 @@ def test_metrics_count_calls_failures_and_reasons():
         sample("stop", ("see", False, 1.0), ("see", True, 2.0)), sample("stop"),
         sample("env_done", ("invented", True, 0.0)), sample("max_turns", ("see", False, 6.0)),
     ]  # fmt: skip
-    values = dialogue_metrics(samples, ["see", "doze"], Counter(appended=3, bridged=1))
+    values = dialogue_metrics(samples, ["see", "doze"])
     assert all(map(is_known, values))
     assert values["tools/call_frequency"] == 1 and values["tools/failure_frequency"] == 0.5
     assert (values["tools/see/calls"], values["tools/see/failures"], values["tools/see/latency_s"]) == (3, 1, 3.0)
     assert (values["tools/doze/calls"], values["tools/unknown/calls"]) == (0, 1)
     assert "tools/doze/latency_s" not in values
-    assert (values["turns/appended"], values["turns/bridged"]) == (3, 1)
     assert {reason: values[f"stop_reason/{reason}"] for reason in StopReason if values[f"stop_reason/{reason}"]} == {
         "stop": 0.5, "env_done": 0.25, "max_turns": 0.25,
     }  # fmt: skip
