@@ -359,8 +359,11 @@ class RolloutEngine(RolloutBackend):
         if not awaited:
             return {}
         quick = [lane for lane in awaited if self.running[lane].patient and self.running[lane].dialogue.quick]
-        if quick:
-            wait([awaited[lane] for lane in quick], PATIENCE)
+        pending = {awaited[lane] for lane in quick}
+        while pending:
+            arrived, pending = wait(pending, PATIENCE, FIRST_COMPLETED)
+            if not arrived:
+                break
         for lane in quick:
             self.running[lane].patient = False
         ended, given, tokens, room = {}, [], math.inf, self.max_num_seqs - len(self._live())
