@@ -245,6 +245,8 @@ class _Template:
             longer = [{**answers[0], "content": 2 * self.name}]
             if self.tools and self.suffix(longer) == self.suffix(answers[:1]):
                 return "it does not show what a tool answers"
+            if self.tools and len(self.suffix([{**answers[0], "content": ""}])) < 2:
+                return "it has no tokens for an empty answer of a tool"
         except ValueError as error:
             return str(error)
         return None

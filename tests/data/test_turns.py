@@ -163,6 +163,10 @@ CHATML = (
     "{% for c in m.tool_calls or [] %}CALL{% endfor %}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 )
+BARE = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}CALL{% endfor %}"
+    "{{ '<|im_end|>' if m.role != 'tool' }}{% endfor %}"
+)
 WRITTEN = '<tool_call>{{ {"name": c.function.name, "arguments": c.function.arguments} | tojson }}</tool_call>'
 
 
@@ -177,6 +181,7 @@ WRITTEN = '<tool_call>{{ {"name": c.function.name, "arguments": c.function.argum
         ("{{ m.content }}", "{{ m.content if m.role != 'tool' }}", "does not show what a tool answers"),
         ("{{ m.role }}", "{{ m.role }}{{ messages[1:2][0].content if loop.last and messages[1] }}", "on the turn"),
         ("{{ m.content }}", "{{ m.content }}{{ (tools or []) | length if m.role == 'tool' }}", "or on the tools"),
+        (CHATML, BARE, "no tokens for an empty answer"),
         ("{{ m.role }}", "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}", "no tools"),
     ],
 )  # fmt: skip
