@@ -21,6 +21,8 @@ def make_trainer(config: SFTConfig) -> "SFTTrainer":
     from fastgrpo.tasks import open_task, reward_functions
 
     opened = open_task(config)
+    if opened.task.tools or opened.task.environment:
+        raise ValueError(f"task {config.task} has tools, and fastgrpo.sft calls none; use python -m fastgrpo.train")
     from fastgrpo.trainer import SFTTrainer
 
     if config.train_file is None and opened.task.supervised is None:

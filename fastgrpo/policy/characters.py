@@ -32,7 +32,14 @@ def character_tokenizer(characters: str) -> "PreTrainedTokenizerFast":
 
 
 def character_model(
-    characters: str, seed: int, *, hidden_size: int = 64, layers: int = 3, heads: int = 4, positions: int = 64
+    characters: str,
+    seed: int,
+    *,
+    hidden_size: int = 64,
+    layers: int = 3,
+    heads: int = 4,
+    positions: int = 64,
+    initializer_range: float = 0.02,
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
     """Create a Llama over characters, on the CPU with random fp32 weights and a tied head, and its tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -48,6 +55,7 @@ def character_model(
             num_attention_heads=heads,
             num_key_value_heads=heads,
             max_position_embeddings=positions,
+            initializer_range=initializer_range,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,

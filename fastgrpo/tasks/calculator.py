@@ -1,6 +1,6 @@
 """Word problems for a character model that cannot calculate, but can call a calculator.
 
-    231 bags which hold 47   ->   calc(231*47)   ->   10857   ->   10857
+    nuts per box and boxes: 231 47   ->   calc(231*47)   ->   10857   ->   10857
 
 A third of the examples of the warm start write the right number at once, which the model cannot learn. The others call
 the tool `calc` with the numbers of the problem and random operators, and repeat its answer unless it is an error. GRPO
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 THINGS = ("nuts", "eggs", "pens", "cups", "bags", "jars")
-EVENTS = {  # by operator; words are equally long, so that numbers are quickly learned to copy
-    "+": ("then found", "then added"),
-    "-": ("then spent", "then broke"),
-    "*": ("which hold", "which cost"),
-    "/": ("which fill", "dealt into"),
+EVENTS = {  # by operator
+    "+": ("had and found", "here and there"),
+    "-": ("had and spent", "had and broke"),
+    "*": ("per box and boxes", "per day and days"),
+    "/": ("and boxes to fill", "and days to last"),
 }
 PROBLEMS, HELD_OUT = 4000, 500
 PROBLEMS_SEED = 0  # the same problems are held out in every run
 CALLED = 2 / 3  # share of the warm start's examples that call the tool
 CHARACTERS = string.ascii_letters + string.digits + " .+-*/(){}':"
-WARM_START = {"steps": 1000, "batch_size": 32, "learning_rate": 5e-3}
+WARM_START = {"steps": 300, "batch_size": 32, "learning_rate": 3e-3}
 PANELS = (
     Panel("Accuracy", "share correct", ("accuracy", "eval/accuracy"), ("accuracy", "held-out, greedy")),
     Panel("Calls", "calls per completion", ("tools/call_frequency",)),
@@ -48,7 +48,7 @@ PANELS = (
 
 
 def calc(expression: str) -> str:
-    """Calculate with whole numbers.
+    """Calculate with whole numbers. The answer has five digits.
 
     Args:
         expression: Numbers with + - * / between them.
@@ -56,7 +56,7 @@ def calc(expression: str) -> str:
     value = expression_value(expression, [])
     if value is None or value.denominator != 1:
         raise ValueError("not whole" if value is not None else "not readable")
-    return str(value)
+    return f"{value.numerator:05}"
 
 
 def correctness(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float]:
@@ -79,7 +79,7 @@ def problems() -> list[dict[str, str]]:
         (sign, events), a, b = rng.choice([*EVENTS.items()]), rng.randint(100, 999), rng.randint(11, 99)
         a -= a % b if sign == "/" else 0
         if a >= 100:
-            made[f"{a} {rng.choice(THINGS)} {rng.choice(events)} {b}"] = f"{a}{sign}{b}"
+            made[f"{rng.choice(THINGS)} {rng.choice(events)}: {a} {b}"] = f"{a}{sign}{b}"
     return [{"question": question, "expression": expression} for question, expression in made.items()]
 
 
@@ -117,6 +117,6 @@ def examples(seed: int) -> list[dict[str, list]]:
 
 def make_model(seed: int) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Make a 0.2M-parameter Llama over characters, with random weights."""
-    model, tokenizer = character_model(CHARACTERS, seed, positions=192)
+    model, tokenizer = character_model(CHARACTERS, seed, positions=192, initializer_range=0.08)  # soon copies
     tokenizer.chat_template = CHAT_TEMPLATE
     return model, tokenizer

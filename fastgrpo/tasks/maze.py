@@ -3,9 +3,10 @@
     look()  ->  s    go(s)  ->  ok    look()  ->  nw    go(w)  ->  ok
 
 A maze is a winding path through a grid, unknown to the model. Each room has the way back and the way on. The tool
-`look` returns the open sides of the room, `go` goes through one. The reward is the share of the path behind the model
-at the end: 1 outside. The turns are just enough to look once in each room and to go on. The warm start shows dialogues
-of random calls.
+`look` returns both in this order, `go` goes through one. A wall ends the dialogue. The reward is the share of the path
+behind the model at the end: 1 outside. The turns are just enough to look once in each room and to go on.
+
+The warm start shows dialogues of random calls. After `look`, `go` takes one of the sides that are open.
 """
 
 import random
@@ -27,7 +28,7 @@ MAZES_SEED = 0  # the same mazes are held out in every run
 EXAMPLES = 150
 PROMPT = [{"role": "user", "content": "leave the maze"}]
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz ()"
-WARM_START = {"steps": 200, "batch_size": 32, "learning_rate": 3e-3}
+WARM_START = {"steps": 150, "batch_size": 32, "learning_rate": 3e-3}
 PANELS = (
     Panel("Reward", "share of the path", ("reward", "eval/reward"), ("reward", "held-out, greedy")),
     Panel("Out", "share that left the maze", ("accuracy", "eval/accuracy"), ("training", "held-out, greedy")),
@@ -44,8 +45,8 @@ class Maze:
         self.path, self.at, self.done = path, 0, False
 
     def look(self) -> str:
-        """Look which sides of the room are open."""
-        return "".join(side for side in STEPS if self._leads(side))
+        """Look which sides of the room are open: the way back, and the way on."""
+        return "".join(sorted(filter(self._leads, STEPS), key=self._leads))
 
     def go(self, side: str) -> str:
         """Go to the next room.
@@ -55,7 +56,7 @@ class Maze:
         """
         leads = self._leads(side)
         self.at += leads
-        self.done = self.at == len(self.path)
+        self.done = not leads or self.at == len(self.path)
         return "ok" if leads else "wall"
 
     def _leads(self, side):
@@ -95,10 +96,11 @@ def examples(seed: int) -> list[dict[str, list]]:
     rng, rows, maze, paths = random.Random(seed), [], Maze(), mazes()[HELD_OUT:]
     for _ in range(EXAMPLES):
         maze.reset(rng.choice(paths))
-        messages = [*PROMPT]
+        messages, seen = [*PROMPT], "nesw"
         while not maze.done and len(messages) < 4 * LENGTH:
-            name, given = rng.choice([("look", {}), ("go", {"side": rng.choice("nesw")})])
+            name, given = rng.choice([("look", {}), ("go", {"side": rng.choice(seen)})])
             answer = getattr(maze, name)(**given)
+            seen = answer if name == "look" else "nesw"
             messages.append({"role": "assistant", "content": "", "tool_calls": [to_call(name, given)]})
             messages.append({"role": "tool", "name": name, "content": answer})
         rows.append({"messages": messages[:-1]})
@@ -107,6 +109,6 @@ def examples(seed: int) -> list[dict[str, list]]:
 
 def make_model(seed: int) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Make a 0.2M-parameter Llama over characters, with random weights."""
-    model, tokenizer = character_model(CHARACTERS, seed, positions=160)
+    model, tokenizer = character_model(CHARACTERS, seed, positions=160, initializer_range=0.08)  # soon copies
     tokenizer.chat_template = CHAT_TEMPLATE
     return model, tokenizer

@@ -174,6 +174,8 @@ class ToolBox:
         if twice:
             raise ValueError(f"two tools have the name {twice.pop()!r}; rename one of them")
         self.tools = dict(zip(names, every, strict=True))
+        functions = [schema["function"] for schema in self.schemas]
+        self.required = {function["name"]: {*function["parameters"].get("required", ())} for function in functions}
         self.pace = SimpleNamespace(quick=not any(map(inspect.iscoroutinefunction, every)))
 
     def of(self, environment: Any) -> "ToolBox":
@@ -203,9 +205,12 @@ class Call:
     def __init__(self, box: ToolBox, name: str, arguments: Mapping[str, Any]):
         self.box, self.began, self.loop, self.answer = box, time.monotonic(), None, None
         tool = box.tools.get(name) if isinstance(name, str) else None
-        if tool is None:
+        missing = [] if tool is None or not isinstance(arguments, Mapping) else box.required[name] - arguments.keys()
+        if tool is None or missing:
+            unknown = f"there is no tool {name!r}; the tools are {', '.join(box.tools)}"
+            problem = f"{name} needs {', '.join(sorted(missing))}" if missing else unknown
             self.work = Future()
-            self.work.set_result((error_text(f"there is no tool {name!r}; the tools are {', '.join(box.tools)}"), True))
+            self.work.set_result((error_text(problem), True))
         elif inspect.iscoroutinefunction(tool):
             self.loop = _LOOP.get()
             self.work = asyncio.run_coroutine_threadsafe(_await(tool, arguments), self.loop)

@@ -21,7 +21,7 @@ def test_each_problem_has_one_answer_and_none_is_held_out_and_learned():
     for problem, row in zip(made, task.test(), strict=False):
         a, b = map(int, re.findall(r"\d+", problem["question"]))
         values = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}
-        assert row["answer"] == str(values[problem["expression"].strip("0123456789")])
+        assert int(row["answer"]) == values[problem["expression"].strip("0123456789")]
 
 
 def test_the_warm_start_calls_with_any_operator_or_knows_the_number():
@@ -43,7 +43,7 @@ def test_the_warm_start_calls_with_any_operator_or_knows_the_number():
 
 @pytest.mark.parametrize("expression", ["7/2", "7/0", "7+", "", "seven", "9**9**9", "__import__('os')"])
 def test_the_calculator_refuses_other_expressions(expression):
-    assert calculator.calc("23*47-81") == "1000" and calculator.calc("84/7") == "12"
+    assert calculator.calc("23*47-81") == "01000" and calculator.calc("84/7") == "00012"
     with pytest.raises(ValueError, match=r"not whole|not readable"):
         calculator.calc(expression)
 
@@ -55,13 +55,13 @@ def test_a_maze_has_one_way():
     one = maze.Maze()
     for path in paths:
         one.reset(path)
-        assert (one.get_reward(), one.look(), one.go("x"), one.done) == (0.0, path[0], "wall", False)
+        assert (one.get_reward(), one.look(), one.go("x"), one.done) == (0.0, path[0], "wall", True)
         for at, side in enumerate(path):
-            assert {*one.look()} == {side, *(maze.BACK[path[at - 1]] if at else "")}
+            assert one.look() == (maze.BACK[path[at - 1]] if at else "") + side
             assert one.go(side) == "ok" and one.get_reward() == (at + 1) / maze.LENGTH
+            assert one.done == (at + 1 == maze.LENGTH)
             if at == 1:
                 assert one.go(maze.BACK[side]) == "ok" and one.at == 1 and one.go(side) == "ok"
-        assert one.done
 
 
 @pytest.mark.parametrize("task, tools", [(calculator, "calc<eos>"), (maze, "go<eos>look<eos>")])

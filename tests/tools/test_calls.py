@@ -91,6 +91,10 @@ def test_wrong_arguments_are_an_error_that_the_model_reads(arguments):
     assert ToolBox([tool]).call("<lambda>", arguments).result().failed
 
 
+def test_missing_arguments_are_named_in_few_characters():
+    assert ToolBox([documented(triples)]).call("triples", {}).result().content == "{'error': 'triples needs x'}"
+
+
 @pytest.mark.parametrize("name", ["addd", "", None, ["add"]])
 def test_an_unknown_name_is_told_which_tools_there_are(name):
     got = ToolBox([documented(triples)]).call(name, {}).result()

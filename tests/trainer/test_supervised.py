@@ -13,6 +13,7 @@ from runs import lines, share_of_a
 from updates import before_each_step, make_update
 
 from fastgrpo import SFTConfig, SFTTrainer, linear_grpo_loss
+from fastgrpo import sft as sft_command
 from fastgrpo.data.prompts import to_examples
 from fastgrpo.data.records import Batch, Sample
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
@@ -55,6 +56,13 @@ def test_the_held_out_loss_covers_only_completions(tmp_path):
     assert summary["steps"] == 6 and summary["accuracy_after"] is None
     written = {row["step"]: row["eval/loss"] for row in lines(tmp_path / "run") if "eval/loss" in row}
     assert written[0] == pytest.approx(expected, abs=1e-5) and list(written) == [0, 3, 6] and written[6] < written[0]
+
+
+@pytest.mark.parametrize("task", ["calculator", "maze"])
+def test_a_task_with_tools_is_refused(tmp_path, task):
+    with pytest.raises(ValueError, match=f"task {task} has tools"):
+        sft_command.make_trainer(SFTConfig(task=task, output_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("max_tokens", [1000, 12])
