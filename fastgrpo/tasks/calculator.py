@@ -2,9 +2,9 @@
 
     nuts per box and boxes: 231 47   ->   calc(231*47)   ->   10857   ->   10857
 
-A third of the examples of the warm start write the right number at once, which the model cannot learn. The others call
-the tool `calc` with the numbers of the problem and random operators, and repeat its answer unless it is an error. GRPO
-rewards right numbers: the model finds that calls help, and which words mean which operator.
+Most examples of the warm start write the right number at once, which the model does not learn. A fifth calls the tool
+`calc` with the numbers of the problem, and repeats its answer unless it is an error. A third of these calls mixes up +
+with -, and * with /. GRPO rewards right numbers: the model finds that calls help, and which operator is right.
 
 The control is the same model without the tool: --max_tool_calling_iterations 0.
 """
@@ -27,16 +27,18 @@ if TYPE_CHECKING:
 
 THINGS = ("nuts", "eggs", "pens", "cups", "bags", "jars")
 EVENTS = {  # by operator
-    "+": ("had and found", "here and there"),
-    "-": ("had and spent", "had and broke"),
+    "+": ("had and found", "had and gained"),
+    "-": ("had and spent", "had and lost"),
     "*": ("per box and boxes", "per day and days"),
-    "/": ("and boxes to fill", "and days to last"),
+    "/": ("and boxes to fill", "and crates to fill"),
 }
+MIXED_UP = {"+": "-", "-": "+", "*": "/", "/": "*"}
 PROBLEMS, HELD_OUT = 4000, 500
 PROBLEMS_SEED = 0  # the same problems are held out in every run
-CALLED = 2 / 3  # share of the warm start's examples that call the tool
+CALLED = 1 / 5  # share of the warm start's examples that call the tool
+RIGHT = 2 / 3  # share of these with the right operator
 CHARACTERS = string.ascii_letters + string.digits + " .+-*/(){}':"
-WARM_START = {"steps": 300, "batch_size": 32, "learning_rate": 3e-3}
+WARM_START = {"steps": 450, "batch_size": 32, "learning_rate": 3e-3}
 PANELS = (
     Panel("Accuracy", "share correct", ("accuracy", "eval/accuracy"), ("accuracy", "held-out, greedy")),
     Panel("Calls", "calls per completion", ("tools/call_frequency",)),
@@ -99,12 +101,14 @@ def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase | None") -> 
 
 
 def examples(seed: int) -> list[dict[str, list]]:
-    """Write the dialogues of the warm start: right numbers, and calls with random operators."""
+    """Write the dialogues of the warm start: right numbers, and calls that often mix up operators."""
     rng, rows = random.Random(seed), []
     for problem in problems()[HELD_OUT:]:
         messages, said = to_row(**problem)["prompt"], calc(problem["expression"])
         if rng.random() < CALLED:
-            call = {"expression": re.sub("[-+*/]", lambda _: rng.choice("+-*/"), problem["expression"])}
+            call = {"expression": problem["expression"]}
+            if rng.random() > RIGHT:
+                call = {"expression": re.sub("[-+*/]", lambda sign: MIXED_UP[sign[0]], problem["expression"])}
             try:
                 said = answer = calc(**call)
             except ValueError as error:

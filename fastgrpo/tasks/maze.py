@@ -25,10 +25,10 @@ STEPS = {"n": (0, 1), "e": (1, 0), "s": (0, -1), "w": (-1, 0)}
 BACK = {"n": "s", "e": "w", "s": "n", "w": "e"}
 LENGTH, HELD_OUT = 5, 84
 MAZES_SEED = 0  # the same mazes are held out in every run
-EXAMPLES = 150
+EXAMPLES = 1500
 PROMPT = [{"role": "user", "content": "leave the maze"}]
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz ()"
-WARM_START = {"steps": 150, "batch_size": 32, "learning_rate": 3e-3}
+WARM_START = {"steps": 250, "batch_size": 32, "learning_rate": 3e-3}
 PANELS = (
     Panel("Reward", "share of the path", ("reward", "eval/reward"), ("reward", "held-out, greedy")),
     Panel("Out", "share that left the maze", ("accuracy", "eval/accuracy"), ("training", "held-out, greedy")),

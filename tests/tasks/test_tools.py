@@ -24,7 +24,7 @@ def test_each_problem_has_one_answer_and_none_is_held_out_and_learned():
         assert int(row["answer"]) == values[problem["expression"].strip("0123456789")]
 
 
-def test_the_warm_start_calls_with_any_operator_or_knows_the_number():
+def test_the_warm_start_mixes_up_operators_or_knows_the_number():
     rows, problems = calculator.examples(3), calculator.problems()[calculator.HELD_OUT :]
     called = [row["messages"] for row in rows if len(row["messages"]) > 2]
     assert abs(len(called) / len(rows) - calculator.CALLED) < 0.05 and rows != calculator.examples(4)
@@ -38,7 +38,7 @@ def test_the_warm_start_calls_with_any_operator_or_knows_the_number():
         right += asked == problem["expression"]
         assert re.split("[-+*/]", asked) == re.split("[-+*/]", problem["expression"])
         assert calls[1]["content"] == last["content"] or "not whole" in calls[1]["content"]
-    assert 0.2 < right / len(called) < 0.3
+    assert abs(right / len(called) - calculator.RIGHT) < 0.05
 
 
 @pytest.mark.parametrize("expression", ["7/2", "7/0", "7+", "", "seven", "9**9**9", "__import__('os')"])
