@@ -83,7 +83,8 @@ class Lane:
         n = stops[0] + 1 if stops else min(self.left, len(ids))
         self.ids, self.mask = self.ids + ids[:n], self.mask + [1] * n
         self.logps.append(logps[:n])
-        self.sampler_logps.append(logps[:n] if kept is None else logps[:n] - kept[:n].log())  # log p - log kept
+        if kept is not None:
+            self.sampler_logps.append(logps[:n] - kept[:n].log())  # log q = log p - log kept
         if stops and self.request.dialogues:
             self.answer = self.request.dialogues[self.number].answer(ids[:n], self.left - 1)
         else:
@@ -101,8 +102,10 @@ class Lane:
         dialogue = self.request.dialogues and self.request.dialogues[self.number]
         if dialogue:
             dialogue.close(reason)
+        logps = torch.cat(self.logps)
         self.sample = Sample(
-            self.request.prompt_ids, self.ids, logps=torch.cat(self.logps), sampler_logps=torch.cat(self.sampler_logps),
+            self.request.prompt_ids, self.ids, logps=logps,
+            sampler_logps=torch.cat(self.sampler_logps) if self.sampler_logps else logps,
             finish_reason=reason, tool_mask=None if all(self.mask) else self.mask, dialogue=dialogue,
         )  # fmt: skip
 

@@ -83,11 +83,13 @@ def test_a_run_with_a_penalty_learns_and_is_judged_without_it(tmp_path, monkeypa
     settings = {"repetition_penalty": 1.5, "importance_sampling_mode": "token_truncate", "rollout_backend": backend}
     rows = [{"prompt": "ab"}]
     trainer = make_trainer(tmp_path, rising, rows, rows, max_steps=1, prompts_per_step=1, **settings)
-    seen, generate = [], trainer.engine.generate
-    monkeypatch.setattr(trainer.engine, "generate", lambda *given: seen.append(given[2]) or generate(*given))
+    seen, add = [], trainer.engine.add_request
+    monkeypatch.setattr(
+        trainer.engine, "add_request", lambda *given, **named: seen.append(given) or add(*given, **named)
+    )
     trainer.train()
     (row,) = [row for row in lines(tmp_path / "run") if "rollout/logp_gap" in row]
     assert row["rollout/logp_gap"] < 1e-5  # the old policy's log-probs are those without the penalty
     assert row["sampling/sampling_logp_difference/max"] > 0.01
-    assert len(seen) >= 2 and not any(sampling.penalizes for sampling in seen)
+    assert [sampling.penalizes for _, count, sampling in seen] == [False, True, False]
     assert trainer.sampling.penalizes

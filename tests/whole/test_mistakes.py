@@ -261,7 +261,7 @@ RUNS = {
     ),
     "no memory to load": (
         {}, lambda c: c.fail("fastgrpo.policy.load.AutoModelForCausalLM.from_pretrained", RuntimeError(NO_ROOM)),
-        "not enough memory",
+        "enough memory",
     ),
 }  # fmt: skip
 
