@@ -52,7 +52,7 @@ class Prompt:
 
 
 class StopReason(StrEnum):
-    """Why a completion ended, in the order in which the reasons are checked after each turn."""
+    """Why a completion ended. `fastgrpo.tools.dialogue` states the order in which the reasons are checked."""
 
     LENGTH = "length"  # reached max_completion_length; or the answer of a tool would have
     CONTEXT = "context"  # reached the length limit of the model; or the answer of a tool would have

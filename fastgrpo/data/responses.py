@@ -63,7 +63,7 @@ def _message(content, thoughts, calls):
 
 
 def to_call(name: str, arguments: dict) -> dict:
-    """Return a tool call as it stands in messages."""
+    """Make the entry of `tool_calls` in an assistant message."""
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -131,7 +131,7 @@ def bare(text: str, tools: Sequence[dict]) -> tuple[str, Calls, bool]:
 
 
 def written(text: str, tools: Sequence[dict]) -> tuple[str, Calls, bool]:
-    """Read `name(arguments)`, where the name is that of a tool. Arguments are in the order of its parameters."""
+    """Read `tool(arguments)`. Arguments have the order of the parameters of the tool."""
     names = "|".join(re.escape(_function(tool).get("name", "")) for tool in tools)
     start = re.compile(rf"(?<!\w)({names})\(")
     calls, kept, at = [], [], 0

@@ -119,7 +119,7 @@ class _Check:
         return told
 
     def watched(self, episode):
-        """Let the tools of an episode tell what is not text."""
+        """Wrap the tools of an episode to report results that are not text."""
         episode.box = copy(episode.box)
         episode.box.tools = {name: self.telling(name, tool) for name, tool in episode.box.tools.items()}
         return episode

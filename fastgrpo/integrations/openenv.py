@@ -43,7 +43,7 @@ class OpenEnv:
         given = {name: row[name] for name in self.columns} | ({} if seed is None else {"seed": seed})
         try:
             result = await self._begin(given)
-        except Exception:  # the connection may be that of a server which has started again since
+        except Exception:  # the server may have restarted since the last connection
             result = await self._begin(given)
         return self._text(result.observation)
 

@@ -76,7 +76,7 @@ class PrefillAttention(PackedAttention):
 class AppendAttention:
     """Attention of several new tokens of some lanes to their prompts, earlier tokens, and themselves, causally.
 
-    Its softmax is merged from two parts, the new tokens and the past ones, like that of `PackedAttention`.
+    It merges the softmax over the new tokens with the softmax over the past ones, as `PackedAttention` does.
 
     Args:
         slots: The slots.

@@ -181,9 +181,8 @@ class Lanes:
         """
         ends = counts.cumsum(0)
         owners = lanes.repeat_interleave(counts, output_size=len(ids))
-        offsets = self.index.new_tensor(range(len(ids))) - (ends - counts).repeat_interleave(
-            counts, output_size=len(ids)
-        )
+        starts = (ends - counts).repeat_interleave(counts, output_size=len(ids))
+        offsets = torch.arange(len(ids), device=ids.device) - starts
         at = self.length[owners] + offsets
         self.tokens[owners, at] = ids
         self.logps[owners, at] = 0

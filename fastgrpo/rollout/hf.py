@@ -61,7 +61,7 @@ class DrawRecorder(LogitsProcessor):
 
 @dataclass(eq=False)
 class Lane:
-    """A completion in progress: its tokens, and those of them that were drawn, with log-probs."""
+    """A completion in progress: its tokens, a mask of the drawn ones, and their log-probs."""
 
     request: Request
     number: int

@@ -102,7 +102,7 @@ def reward_functions(task: Task, config: Any) -> list[Callable]:
 
 
 def needed_rewards(task: Task, config: Any, environments: "Environments | None" = None) -> list[Callable]:
-    """Return the reward functions of a command that requires them: those of the settings, and of the environments."""
+    """Return the reward functions of the settings and of the environments. Raise if there are none."""
     functions = [*reward_functions(task, config), *(environments.rewards if environments else ())]
     if not functions:
         raise ValueError(f"task {config.task} has no reward functions of its own: pass --reward_funcs module:function")

@@ -41,21 +41,8 @@ FORMAT_REWARD = 0.1
 # Their problems depend on the hash seed of the process: a resumed run would get others.
 HASHED = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 FUNCTIONS = {
-    "exp",
-    "log",
-    "sqrt",
-    "sin",
-    "cos",
-    "tan",
-    "sinh",
-    "cosh",
-    "tanh",
-    "asin",
-    "acos",
-    "atan",
-    "Abs",
-    "Integral",
-}
+    "exp", "log", "sqrt", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan", "Abs", "Integral",
+}  # fmt: skip
 _GROWING = (ast.Pow, ast.LShift, ast.Mult)
 
 
