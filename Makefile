@@ -28,9 +28,9 @@ tools: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.train --task calculator --seed 0 --output_dir runs/calculator
 	$(BIN)/python -m fastgrpo.train --task calculator --seed 0 --max_tool_calling_iterations 0 \
 	  --output_dir runs/calculator-without
-	$(BIN)/python -m fastgrpo.train --task maze --seed 0 --output_dir runs/maze
+	$(BIN)/python -m fastgrpo.train --task treasure --seed 0 --output_dir runs/treasure
 	cp runs/calculator/curves.png benchmarks/results/calculator.png
-	cp runs/maze/curves.png benchmarks/results/maze.png
+	cp runs/treasure/curves.png benchmarks/results/treasure.png
 
 # SmolLM2-135M-Instruct: about 35 minutes on 2 quiet cores, then GSM8K. A run that was stopped goes on when this is given
 # again.

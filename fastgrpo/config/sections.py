@@ -61,9 +61,9 @@ class PromptConfig:
     """Prompts and their template."""
 
     task: str = "arithmetic"
-    """Take prompts and rewards from this task: arithmetic, countdown, pizza, bandit, code, calculator or maze (built-in
-    examples that need no files); gsm8k; sums (sums and differences with the prompt of gsm8k); reasoning_gym (generated
-    problems); or dataset (your rows with a `prompt` column, and rewards from reward_funcs)."""
+    """Take prompts and rewards from this task: arithmetic, countdown, pizza, bandit, code, calculator or treasure
+    (built-in examples that need no files); gsm8k; sums (sums and differences with the prompt of gsm8k); reasoning_gym
+    (generated problems); or dataset (your rows with a `prompt` column, and rewards from reward_funcs)."""
     reasoning_gym_tasks: Annotated[str, BeforeValidator(_text)] | None = None
     """Draw problems from these tasks of reasoning-gym, such as chain_sum:2,leg_counting, where 2 is a weight (default
     1). To pass arguments, use a dictionary or its JSON text: {"chain_sum": {"weight": 2, "max_terms": 3}}. The key

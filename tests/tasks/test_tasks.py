@@ -34,7 +34,7 @@ def trained(folder, flags):
     ("calculator", "", {"rewards/correctness/mean", "tools/calc/calls"}),
     pytest.param("code", "", {"rewards/sandbox_python/mean"}, marks=needs_namespaces),
     ("countdown", "--max_completion_length 12", {"rewards/correctness/mean", "curriculum/level"}),
-    ("maze", "", {"rewards/Maze/mean", "tools/look/calls", "tools/go/calls"}),
+    ("treasure", "", {"rewards/Treasure/mean", "tools/open/calls", "tools/take/calls"}),
     ("pizza", "--num_generations 3", {"rewards/likes_pizza/mean"}),
 ])  # fmt: skip
 def test_two_steps_of_its_own_model(tmp_path, monkeypatch, task, flags, metrics):
@@ -83,7 +83,7 @@ def test_grpo_learns_the_task(tmp_path, task, before, after):
 
 @pytest.mark.parametrize(
     "task",
-    ["arithmetic", "bandit", "calculator", "code", "countdown", "maze", "pizza", "reasoning_gym", "sums"],
+    ["arithmetic", "bandit", "calculator", "code", "countdown", "pizza", "reasoning_gym", "sums", "treasure"],
 )
 def test_a_task_that_makes_its_own_data_refuses_other_data(task):
     with pytest.raises(ValueError, match="dataset_name"):

@@ -1,4 +1,4 @@
-"""The calculator and the maze: problems, tools, warm starts, and (slow) what GRPO learns with and without the tool."""
+"""The calculator and the treasure hunt: problems, tools, warm starts, and (slow) what GRPO learns."""
 
 import json
 import re
@@ -7,7 +7,7 @@ import pytest
 from runs import lines
 
 from fastgrpo.config.settings import TrainConfig
-from fastgrpo.tasks import calculator, make_policy, maze
+from fastgrpo.tasks import calculator, make_policy, treasure
 from fastgrpo.train import main
 
 
@@ -48,23 +48,31 @@ def test_the_calculator_refuses_other_expressions(expression):
         calculator.calc(expression)
 
 
-def test_a_maze_has_one_way():
-    """Who looks in each room, and never goes back, is outside after as many calls as the recipe allows."""
-    paths = maze.mazes()
-    assert len(paths) == len({*paths}) == 284
-    one = maze.Maze()
-    for path in paths:
-        one.reset(path)
-        assert (one.get_reward(), one.look(), one.go("x"), one.done) == (0.0, path[0], "wall", True)
-        for at, side in enumerate(path):
-            assert one.look() == (maze.BACK[path[at - 1]] if at else "") + side
-            assert one.go(side) == "ok" and one.get_reward() == (at + 1) / maze.LENGTH
-            assert one.done == (at + 1 == maze.LENGTH)
-            if at == 1:
-                assert one.go(maze.BACK[side]) == "ok" and one.at == 1 and one.go(side) == "ok"
+def test_a_box_opens_with_its_key_and_the_last_one_holds_gold():
+    made = treasure.hunts()
+    assert len(made) == len({*made}) == treasure.HUNTS + treasure.HELD_OUT
+    hunt = treasure.Treasure()
+    hunt.reset("kfq")
+    assert [hunt.open(box) for box in "qfkkqf"] == ["locked", "locked", "f", "f", "locked", "q"]
+    assert hunt.open("q") == "gold" and (hunt.get_reward(), hunt.done) == (0.0, False)
+    assert hunt.take("q") == "gold" and (hunt.get_reward(), hunt.done) == (1.0, True)
+    hunt.reset("kfq")
+    assert hunt.open("q") == "locked" and hunt.take("f") == "nothing" and (hunt.get_reward(), hunt.done) == (0.0, True)
 
 
-@pytest.mark.parametrize("task, tools", [(calculator, "calc<eos>"), (maze, "go<eos>look<eos>")])
+def test_the_warm_start_follows_the_keys_and_often_stops_early():
+    rows, hunts = treasure.examples(3), treasure.hunts()[treasure.HELD_OUT :]
+    assert rows != treasure.examples(4)
+    found = 0
+    for row, boxes in zip(rows, hunts, strict=True):
+        calls = [message["tool_calls"][0]["function"] for message in row["messages"] if "tool_calls" in message]
+        *opened, taken = [(call["name"], call["arguments"]["box"]) for call in calls]
+        assert [("open", box) for box in boxes[: len(opened)]] == opened and taken[0] == "take"
+        found += taken[1] == boxes[-1]
+    assert 0.2 < found / len(rows) < 0.6
+
+
+@pytest.mark.parametrize("task, tools", [(calculator, "calc<eos>"), (treasure, "open<eos>take<eos>")])
 def test_the_warm_start_has_the_prompts_of_the_run(tmp_path, monkeypatch, task, tools):
     """With the names of the tools; and its tokenizer has the chat template."""
     from transformers import AutoTokenizer
@@ -101,8 +109,6 @@ def test_grpo_learns_to_calculate_with_the_tool_and_not_without(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="no run of the maze has reached its bar yet", strict=True)
-def test_grpo_learns_to_leave_the_maze(tmp_path):
-    learned(tmp_path, "--task maze")
-    held_out = [row["eval/reward"] for row in lines(tmp_path) if "eval/reward" in row]
-    assert held_out[0] <= 0.5 and held_out[-1] >= 0.9
+def test_grpo_learns_to_look_for_the_gold(tmp_path):
+    summary, _ = learned(tmp_path, "--task treasure")
+    assert summary["accuracy_before"] < 0.5 and summary["accuracy_after"] >= 0.95

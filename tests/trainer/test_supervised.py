@@ -58,7 +58,7 @@ def test_the_held_out_loss_covers_only_completions(tmp_path):
     assert written[0] == pytest.approx(expected, abs=1e-5) and list(written) == [0, 3, 6] and written[6] < written[0]
 
 
-@pytest.mark.parametrize("task", ["calculator", "maze"])
+@pytest.mark.parametrize("task", ["calculator", "treasure"])
 def test_a_task_with_tools_is_refused(tmp_path, task):
     with pytest.raises(ValueError, match=f"task {task} has tools"):
         sft_command.make_trainer(SFTConfig(task=task, output_dir=str(tmp_path / "run")))
