@@ -121,10 +121,7 @@ def _evaluate_model(path, tokenizer, config, ranks):
     source = Prompts.of(tokenizer, config, environments, sampling.stop_token_ids)
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
     with rewards, Terminal(quiet=config.quiet, silent=not ranks.lead).share(str(path)) as progress:
-        return evaluate(
-            engine, tokenizer, rows, rewards, sampling, state, progress, config.eval_num_generations, ranks,
-            source,
-        )  # fmt: skip
+        return evaluate(engine, source, rows, rewards, sampling, state, progress, config.eval_num_generations, ranks)
 
 
 def main(argv: list[str] | None = None) -> int:

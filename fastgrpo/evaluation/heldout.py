@@ -106,7 +106,7 @@ class Evaluation:
 
 def evaluate(
     engine: RolloutBackend,
-    tokenizer: PreTrainedTokenizerBase,
+    source: Prompts,
     rows: Sequence[dict],
     rewards: Rewards,
     sampling: SamplingParams,
@@ -114,13 +114,12 @@ def evaluate(
     progress: Callable[[float], object] | None = None,
     num_generations: int = 0,
     ranks: Ranks = ALONE,
-    source: Prompts | None = None,
 ) -> Evaluation:
     """Complete each held-out row greedily once, and num_generations times by sampling; judge all completions.
 
     Args:
         engine: An idle rollout backend.
-        tokenizer: The policy's tokenizer.
+        source: Makes the prompts of rows.
         rows: Data rows.
         rewards: The reward functions; the first defines the accuracy.
         sampling: Sampling parameters. Greedy completions use its max_tokens and stop_token_ids too.
@@ -129,7 +128,6 @@ def evaluate(
             counts the same.
         num_generations: Number of sampled completions per prompt, in addition to the greedy one; may be 0.
         ranks: The ranks; each completes and judges a share of the rows.
-        source: Makes the prompts of rows. None means without tools, and without arguments of the chat template.
 
     Returns:
         The results, equal on all ranks.
@@ -141,7 +139,6 @@ def evaluate(
     if num_generations > MAX_DRAWS:
         raise ValueError(f"eval_num_generations must be at most {MAX_DRAWS}, got {num_generations}")
     started = time.perf_counter()
-    source = source or Prompts(tokenizer)
     prompts = list(prompts_of(rows, source, engine.policy, sampling.max_tokens))
     mine = {i: prompts[i] for i in range(ranks.rank, len(prompts), ranks.size)}
     means = _Means()
@@ -152,7 +149,7 @@ def evaluate(
         groups = source.start(mine, draws, HELD_OUT)
         with engine.policy.gather():
             drawn, _ = draw_groups(engine, groups, sampling, progress=told)
-        result = judge_together(rewards, drawn, prompts, tokenizer, trainer_state, ranks=ranks)
+        result = judge_together(rewards, drawn, prompts, source.tokenizer, trainer_state, ranks=ranks)
         source.finish(groups)
         _measure(result, rewards, draws, prefix, means)
         return result.completions

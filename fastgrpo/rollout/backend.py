@@ -3,7 +3,7 @@
 import dataclasses
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,6 +172,31 @@ class RolloutBackend(ABC):
             The completions of the groups that finished, by request_id.
         """
 
+    def run(self, progress: Callable[[float], object] | None = None) -> Iterator[dict[int, list[Sample]]]:
+        """Step until all requests have finished.
+
+        Args:
+            progress: Called with the share of the work done since the last call, or None. The shares add up to 1.
+
+        Yields:
+            The groups that finished in a step.
+
+        Raises:
+            ValueError: A weight is not finite.
+        """
+        work = left = self.work_left()
+        while self.has_unfinished_requests():
+            finished = self.step()
+            self.check_finite(finished)
+            if progress is not None:
+                progress((left - self.work_left()) / work)
+                left = self.work_left()
+            yield finished
+
+    def abort_all(self) -> int:
+        """Drop all requests, and return the number of drawn tokens of their completions."""
+        return sum(self.abort_request(request_id) for request_id in list(self.unfinished))
+
     def check_finite(self, groups: Mapping[int, Sequence[Sample]]) -> None:
         """Raise a ValueError if a weight is not finite, as log-probs show that are not.
 
@@ -228,17 +253,10 @@ class RolloutBackend(ABC):
         try:
             for request_id, prompt in zip(request_ids, prompts, strict=True):
                 self.add_request(prompt, num_generations, sampling, request_id=request_id)
-            work = left = self.work_left()
-            while self.has_unfinished_requests():
-                finished = self.step()
-                self.check_finite(finished)
+            for finished in self.run(progress):
                 groups |= finished
-                if progress is not None:
-                    progress((left - self.work_left()) / work)
-                    left = self.work_left()
         finally:
-            for request_id in list(self.unfinished):
-                self.abort_request(request_id)
+            self.abort_all()
         return [rollout for request_id in request_ids for rollout in groups[request_id]]
 
 
@@ -269,32 +287,24 @@ def draw_groups(
     Returns:
         The samples of the wanted groups in rising order, and the number of tokens drawn of the others.
     """
-    count, parts, done, lost = len(groups) if count is None else count, {i: {} for i in groups}, {}, 0
-    work = left = 0
+    count, parts, done = len(groups) if count is None else count, {i: {} for i in groups}, {}
     try:
         for i, prompts in groups.items():
             _request(engine, i, prompts, sampling)
-        work = left = engine.work_left()
-        while len(done) < count:
-            outputs = engine.step()
-            engine.check_finite(outputs)
+        for outputs in engine.run(progress):
             for request_id, samples in outputs.items():
                 i, number = request_id % 2**APART, request_id >> APART
                 parts[i] |= {
                     number + j: _limited(sample, sampling, engine.policy.context) for j, sample in enumerate(samples)
                 }
-                if len(parts[i]) < len(groups[i]):
-                    continue
-                if len(done) < count:
+                if len(parts[i]) == len(groups[i]) and len(done) < count:
                     done[i] = [sample for _, sample in sorted(parts.pop(i).items())]
                     if finished is not None:
                         finished(i, done[i])
-            if progress is not None:
-                progress((left - engine.work_left()) / work)
-                left = engine.work_left()
+            if len(done) == count:
+                break
     finally:
-        for request_id in list(engine.unfinished):
-            lost += engine.abort_request(request_id)
+        lost = engine.abort_all()
     # Others may have finished in the same step as the last one that was wanted, or in part.
     lost += sum(len(sample.drawn) for part in parts.values() for sample in part.values())
     return dict(sorted(done.items())), lost

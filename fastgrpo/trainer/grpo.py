@@ -528,8 +528,8 @@ class GRPOTrainer:
         where = f"the evaluation after step {self.state.global_step}"
         with self.log.terminal.share("evaluate") as progress, self.ranks.waiting(where):
             result = evaluate(
-                self.engine, self.tokenizer, rows, self.rewards, sampling, self.state, progress,
-                args.eval_num_generations, self.ranks, source=self.prompts,
+                self.engine, self.prompts, rows, self.rewards, sampling, self.state, progress,
+                args.eval_num_generations, self.ranks,
             )  # fmt: skip
         told = result.summary(self.told)
         result = setup.renamed(result, prefix)

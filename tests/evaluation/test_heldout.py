@@ -9,6 +9,7 @@ from fastgrpo.evaluation.heldout import Evaluation, beside, comparison, draws_re
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.tools.prompts import Prompts
 
 
 def evaluation():
@@ -62,5 +63,5 @@ def test_reports_progress_from_the_first_token_to_the_end():
     engine = RolloutEngine(tiny.model(vocab_size=258), max_num_seqs=4)
     rewards = Rewards([lambda completions, **_: [0.0] * len(completions)])
     state, sampling = TrainerState(0, 0, 0.0, 6), SamplingParams(max_tokens=6, seed=0)
-    evaluate(engine, tiny.tokenizer(), rows, rewards, sampling, state, told.append, 2)
+    evaluate(engine, Prompts(tiny.tokenizer()), rows, rewards, sampling, state, told.append, 2)
     assert sum(told) == pytest.approx(1) and 0 < told[0] < 0.2 and len(told) > 10

@@ -20,6 +20,7 @@ from fastgrpo.rewards.gsm8k import correctness, format_reward
 from fastgrpo.rollout.backend import RolloutBackend
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.tools.prompts import Prompts
 
 STATE = TrainerState(0, 0, 0.0, 8)
 
@@ -54,7 +55,7 @@ def measured():
     engine = Script([right, wrong], draws)
     sampling = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=50)
     rewards = Rewards([correctness, format_reward])
-    return evaluate(engine, engine.tokenizer, rows, rewards, sampling, STATE, None, 4), engine
+    return evaluate(engine, Prompts(engine.tokenizer), rows, rewards, sampling, STATE, None, 4), engine
 
 
 def test_measures_every_metric():
@@ -92,7 +93,7 @@ def run(greedy, draws, reward=correctness, **errors):
     rows = [{"prompt": f"{i}?", "answer": "#### 42"} for i in range(len(greedy))]
     count = len(draws) // len(greedy)
     rewards = Rewards(reward, **errors)
-    return evaluate(engine, engine.tokenizer, rows, rewards, SamplingParams(max_tokens=50), STATE, None, count)
+    return evaluate(engine, Prompts(engine.tokenizer), rows, rewards, SamplingParams(max_tokens=50), STATE, None, count)
 
 
 def test_equal_shares_for_every_problem_have_an_interval():
@@ -152,11 +153,14 @@ def test_missing_rewards_votes_and_failures():
 def test_the_draws_of_an_engine_differ_and_a_prompt_that_it_cannot_hold_is_named():
     engine, rewards = RolloutEngine(tiny.model(vocab_size=258)), Rewards(lambda completions, **_: map(len, completions))
     sampling = SamplingParams(max_tokens=6, stop_token_ids=(1,), seed=3)
-    result = evaluate(engine, tiny.tokenizer(), [{"prompt": "ab"}], rewards, sampling, STATE, None, 8)
+    source = Prompts(tiny.tokenizer())
+    result = evaluate(engine, source, [{"prompt": "ab"}], rewards, sampling, STATE, None, 8)
     drawn = [row["completion"] for row in result.rows if row["draw"] != "greedy"]
     assert len(drawn) == 8 and len(set(drawn)) > 4
     with pytest.raises(ValueError, match=r"prompt 'xxx.*\.\.\.' has 300 tokens.*context of 256"):
-        evaluate(engine, tiny.tokenizer(), [{"prompt": "x" * 300}], rewards, SamplingParams(max_tokens=5), STATE)
+        evaluate(
+            engine, Prompts(tiny.tokenizer()), [{"prompt": "x" * 300}], rewards, SamplingParams(max_tokens=5), STATE
+        )
 
 
 def problems(folder):

@@ -40,7 +40,7 @@ def test_shuffled_rewards_teach_nothing(tmp_path):
     rewards = Rewards([arithmetic.correctness])
 
     def accuracy():
-        result = evaluate(trainer.engine, trainer.tokenizer, task.test(), rewards, trainer.sampling, trainer.state)
+        result = evaluate(trainer.engine, trainer.prompts, task.test(), rewards, trainer.sampling, trainer.state)
         return result.values["eval/accuracy"]
 
     before = accuracy()
