@@ -10,7 +10,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-quantization tools real real-gsm8k real-bounded docs pages settings pictures drawing launches report-picture comparison-picture test-slow mutants machine-code liger-tests \
+.PHONY: train test test-quantization tools real real-gsm8k real-bounded reasoning docs pages settings pictures drawing launches \
+  report-picture comparison-picture test-slow mutants machine-code liger-tests \
   soak bench bench-gpu bench-gpu-engine first-gpu lint clean
 
 train: $(VENV)/.installed
@@ -43,6 +44,20 @@ real: $(VENV)/.installed
 	mkdir -p $(REAL_RESULTS)
 	cp $(REAL)/summary.json $(REAL)/metrics.jsonl $(REAL)/curves.png $(REAL_RESULTS)
 	$(MAKE) real-gsm8k
+
+# Tasks of reasoning-gym, a run each.
+reasoning: $(VENV)/.installed
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[gym]'
+	$(BIN)/python -m fastgrpo.recipes.smollm2 models/smollm2-135m
+	$(MAKE) reasoning-chain_sum TASKS='{"chain_sum": {"solved": 4, "max_terms": 2, "max_digits": 2}}'
+	$(MAKE) reasoning-gcd TASKS='{"gcd": {"solved": 4, "max_value": 20}}'
+	$(MAKE) reasoning-letter_counting TASKS='{"letter_counting": {"solved": 4, "min_words": 3, "max_words": 4}}'
+
+reasoning-%:
+	$(BIN)/python -m fastgrpo.train --config fastgrpo/recipes/smollm2-135m-gym.yaml --reasoning_gym_tasks '$(TASKS)' \
+	  --model_name_or_path models/smollm2-135m --output_dir runs/$@ --resume_from_checkpoint auto $(ARGS)
+	mkdir -p benchmarks/results/$@
+	cp runs/$@/summary.json runs/$@/metrics.jsonl runs/$@/curves.png benchmarks/results/$@
 
 # The same training with a bounded backward of the head, and one picture of both.
 BOUNDED_RESULTS := benchmarks/results/smollm2-135m-bounded
