@@ -92,13 +92,8 @@ class _Check:
     def dialogues(self, environments: Environments, count: int) -> list[list]:
         """Run dialogues in turns. Return what each tells: its prompt, its answers, the reason, and the reward."""
         episodes = environments.start([self.row] * count, [0] * count)
-        if any(episode.failed for episode in episodes):
-            name = environments.name_of(self.row)
-            try:
-                environments._reset(name, None, environments._arguments(name, self.row, 0))
-                self.tell("reset() fails, or takes longer than --tool_timeout")
-            except Exception as error:
-                self.tell(f"reset() fails: {type(error).__name__}: {error}")
+        if errors := [episode.error for episode in episodes if episode.failed]:
+            self.tell(f"reset() fails: {errors[0]}")
             return [[] for _ in episodes]
         running = [Dialogue(self.watched(episode), _Script(episode.box.schemas), []) for episode in episodes]
         ends = [None] * count

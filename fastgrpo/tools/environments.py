@@ -42,6 +42,7 @@ class Episode:
         messages: The prompt, with what the reset returned.
         failed: Whether the environment failed: its reset raised, a tool timed out, or a call still ran at the end of
             the completion. It then gets no reward from `get_reward`.
+        error: Why the reset failed, or None.
     """
 
     name: str | None
@@ -49,6 +50,7 @@ class Episode:
     box: ToolBox
     messages: list[dict]
     failed: bool = False
+    error: str | None = None
 
 
 class Environments:
@@ -181,20 +183,16 @@ class Environments:
         left = None if self.timeout is None else max(began + self.timeout - time.monotonic(), 0)
         try:
             instance, observed = reset.result(left)
-            messages, failed = _observed(messages, observed), False
+            messages, problem = _observed(messages, observed), None
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and not reset.done():
                 raise  # the user's, not that of the reset
-            failed = True
+            problem = f"{type(error).__name__}: {error}" if reset.done() else f"no answer within {self.timeout} seconds"
             if not self.warned:
                 self.warned = True
-                logger.warning(
-                    "An environment could not be reset (%s: %s). Such completions end with env_error.",
-                    type(error).__name__,
-                    error or f"no answer within {self.timeout} seconds",
-                )
+                logger.warning("An environment could not be reset (%s). Such completions end with env_error.", problem)
         box = self.boxes[name] if instance is None else self.boxes[name].of(instance)
-        episode = Episode(name, instance, box, messages, failed)
+        episode = Episode(name, instance, box, messages, problem is not None, problem)
         if instance is not None:
             self.active[id(instance)] = episode
         return episode
