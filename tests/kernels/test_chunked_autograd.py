@@ -6,34 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import CHUNKS, float32_case, make_case, run, set_chunk, truth
+from oracle import CHUNKS, float32_case, make_case, run, set_chunk
 from torch.utils.checkpoint import checkpoint
 
 from fastgrpo import grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
-
-
-@CHUNKS
-@pytest.mark.parametrize("grad_output", [0.37, -3.0, 0.0, 65536.0])
-def test_grad_output(monkeypatch, grad_output, chunk):
-    set_chunk(monkeypatch, chunk)
-    case = make_case(bias=True)
-    *_, gradients = truth(case, grad_output=grad_output)
-    _, actual = run(case, linear_grpo_loss, grad_output=grad_output)
-    torch.testing.assert_close(actual, gradients)
-
-
-@pytest.mark.gpu
-def test_grad_output_is_not_read_by_the_host():
-    hidden, weight = (torch.randn(n, 8, device="cuda", requires_grad=True) for n in (16, 32))
-    targets, advantages = torch.randint(32, (16,), device="cuda"), torch.randn(16, device="cuda")
-    loss = linear_grpo_loss(hidden, weight, targets, advantages).loss
-    grad_output = torch.tensor(0.37, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        loss.backward(grad_output)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert weight.grad.isfinite().all()
 
 
 @CHUNKS

@@ -39,12 +39,6 @@ def test_value_and_gradient_are_those_of_torch():
     assert kl.isnan().tolist() == dz.isnan().all(-1).tolist() == [False, False, True, False, False, False]
 
 
-def test_equal_distributions_have_no_kl_and_no_gradient():
-    z = torch.randn(6, 9)
-    kl, dz = ours(z, z + 3.0, torch.ones(6))
-    assert kl.abs().max() < 1e-6 and dz.abs().max() < 1e-6
-
-
 def test_accepts_tokens_with_no_probability_under_the_reference():
     """Its probability underflows in fp32, its logarithm does not."""
     kl, dz = ours(torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 500.0]]), torch.ones(1))

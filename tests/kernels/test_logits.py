@@ -72,11 +72,3 @@ def test_accepts_logits_of_minus_infinity():
     out.loss.backward()
     assert out.loss.isfinite() and logits.grad.isfinite().all()
     assert (logits.grad[..., 3] == 0).all() and out.metrics["entropy"] > 0
-
-
-def test_accepts_a_batch_without_active_rows():
-    logits, rest = problem()
-    logits.requires_grad_()
-    out = logits_grpo_loss(logits, **{**rest, "advantages": torch.zeros(4).double()})
-    out.loss.backward()
-    assert out.loss == 0 and out.metrics["active_tokens"] == 0 and (logits.grad == 0).all()

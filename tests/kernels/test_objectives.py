@@ -1,10 +1,10 @@
-"""Every objective against the reference in fp64, by all three losses; closed-form gradients by finite differences."""
+"""Every objective against the reference in fp64, by all three losses."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from objective_cases import CASES, EVERY, LOSS_TYPES, SAMPLER_CASES
+from objective_cases import CASES, EVERY, SAMPLER_CASES
 from oracle import assert_close, padded_case, run, set_chunk, truth
 
 from fastgrpo import Objective, grpo_loss, linear_grpo_loss, logits_grpo_loss
@@ -78,42 +78,6 @@ def test_tokens_without_advantage_or_weight_still_move_their_sequence(name):
         weights = Objective(**knobs).token_weights(case.mask.flatten(), case.starts(), dtype=torch.float64)
         weights = weights.view(case.mask.shape) * (case.advantages != 0)
         assert_close(run(case, linear_grpo_loss, token_weights=weights, **knobs)[0].loss.detach(), loss, EXACT)
-
-
-@pytest.mark.parametrize("name", ["dapo", "gspo", "delta", "sapo", "sapo-sequence", "luspo-corrected", "k1-gspo"])
-def test_gradcheck(name):
-    case, knobs = padded_case((4, 3, 2), width=4), EVERY[name]
-    rest = {"old_logps": case.old_logps, "ref_logps": case.ref_logps, "mask": case.mask, **knobs}
-    logps = (case.old_logps + 0.05).requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda x: grpo_loss(x, advantages=case.advantages, **rest).loss, logps, eps=1e-7, atol=1e-7, rtol=1e-6
-    )
-
-
-def test_gradients_of_the_entropy_bonus_by_finite_differences():
-    case = padded_case((3, 2), width=3, vocab=5, bias=False)
-    knobs = {"entropy_coef": 0.5, "old_logps": case.old_logps, "mask": case.mask}
-
-    def loss(hidden, weight):
-        return linear_grpo_loss(hidden, weight, case.targets, case.advantages, **knobs).loss
-
-    assert torch.autograd.gradcheck(loss, tuple(case.head().values()), eps=1e-6, atol=1e-8, rtol=1e-6)
-
-
-def test_on_policy_vespo_and_cispo_are_reinforce():
-    case = padded_case(old=False, sampler=False)
-    for name in ("vespo", "cispo"):
-        out, _ = run(case, linear_grpo_loss, **LOSS_TYPES[name])
-        expected = -(case.mask / case.mask.sum().double() * case.advantages[:, None] * out.logps).sum()
-        assert_close(out.loss.detach(), expected, EXACT)
-
-
-@pytest.mark.parametrize("name", ["dapo", "gspo", "vespo"])
-def test_equal_sampler_log_probs_change_nothing(name):
-    case = padded_case()
-    given, gradients = run(replace(case, sampler_logps=case.old_logps), linear_grpo_loss, **LOSS_TYPES[name])
-    without, expected = run(replace(case, sampler_logps=None), linear_grpo_loss, **LOSS_TYPES[name])
-    assert given.loss == without.loss and torch.equal(gradients["hidden"], expected["hidden"])
 
 
 def test_objective_by_record_and_by_name():
