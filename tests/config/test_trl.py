@@ -111,21 +111,16 @@ def test_translates_batch_arguments(case, monkeypatch):
     [
         ("per_device_train_batch_size=3", {"per_device_train_batch_size": 3}),
         ("steps_per_generation=3", {"steps_per_generation": 3, "gradient_accumulation_steps": 2}),
-        ("generation_batch_size=12", {"generation_batch_size": 12}),
         ("steps_per_generation=2 and generation_b", {"steps_per_generation": 2, "generation_batch_size": 16}),
         ("updates_per_rollout=4", {"per_device_train_batch_size": 2, "steps_per_generation": 4}),
-        ("per_device_train_batch_size must be", {"per_device_train_batch_size": 0}),
         ("max_steps=5", {"steps_per_generation": 2, "max_steps": 5}),
         (
             "ref_model_sync_steps=3",
             {"gradient_accumulation_steps": 1, "num_iterations": 2, "ref_model_sync_steps": 3} | SYNCED,
         ),
         ("eval_strategy='epoch'", {"eval_strategy": "epoch"}),
-        ("save_strategy='best'", {"save_strategy": "best"}),
-        ("logging_strategy='no'", {"logging_strategy": "no"}),
         ("fp16=True", {"fp16": True}),
         ("model_init_kwargs has device_map", {"model_init_kwargs": {"device_map": "auto"}}),
-        ("model_init_kwargs must be", {"model_init_kwargs": 7}),
         ("per_device_train_batch_size=32", {"per_device_train_batch_size": 32, "prompts_per_step": 3}),
         ("bf16=True", {"bf16": True, "dtype": "float32"}),
         (
@@ -151,31 +146,21 @@ def test_contradictory_or_fractional_arguments_are_refused(named, arguments):
         (UPDATES | SYNCED, {"logging_steps": 3, "save_steps": 125, "ref_model_sync_steps": 128}),
         ({"per_device_train_batch_size": 8, "num_iterations": 2, "save_strategy": "no"}, {"save_steps": None}),
         # without names of batches, steps are steps
-        ({"num_iterations": 2}, {"save_steps": 500}),
         ({"updates_per_rollout": 2, "max_steps": 5, "use_cpu": True}, {"max_steps": 5, "save_steps": 500}),
-        (UPDATES | {"max_steps": -1, "eval_steps": None}, {"max_steps": -1, "eval_steps": None}),
         # a checkpoint still meets its evaluation after both are rounded
         (
             FOUR | {"eval_steps": 5, "save_steps": 10, "metric_for_best_model": "eval_reward"},
             {"eval_steps": 2, "save_steps": 4},
         ),
-        (FOUR | {"metric_for_best_model": "reward"}, {"logging_steps": 3, "save_steps": 150}),
         # evaluations
         ({"eval_strategy": "steps", "eval_steps": 7}, {"eval_steps": 7, "eval_on_start": False}),
         ({"eval_strategy": "steps", "logging_steps": 4}, {"eval_steps": 4, "eval_on_start": False}),
-        ({"eval_strategy": "steps"}, {"eval_steps": 10, "eval_on_start": False}),
-        ({"eval_strategy": "steps", "eval_on_start": True}, {"eval_steps": 10, "eval_on_start": True}),
         ({"eval_strategy": "no", "eval_steps": 7}, {"eval_steps": None, "eval_on_start": False}),
         ({"eval_strategy": "steps", "eval_steps": 6, "steps_per_generation": 2}, {"eval_steps": 3}),
-        ({"eval_steps": 7}, {"eval_steps": 7, "eval_on_start": True}),
         ({"num_generations_eval": 2}, {"eval_num_generations": 2}),
-        ({"num_generations_eval": None}, {"eval_num_generations": 0}),
-        ({"save_strategy": "steps", "save_steps": 5}, {"save_steps": 5}),
         # precision
         ({"bf16": True}, {"dtype": "bfloat16"}),
         ({"bf16": False}, {"dtype": "float32"}),
-        ({"bf16": None, "fp16": False}, {"dtype": "auto"}),
-        ({"model_init_kwargs": {"dtype": "bfloat16", "attn_implementation": "sdpa"}}, {"dtype": "bfloat16"}),
         ({"bf16": False, "model_init_kwargs": {"dtype": "bfloat16"}}, {"dtype": "bfloat16"}),
         ({"bf16": True, "model_init_kwargs": {"dtype": "float32"}}, {"dtype": "bfloat16"}),
         (
@@ -186,12 +171,9 @@ def test_contradictory_or_fractional_arguments_are_refused(named, arguments):
         ({"scale_rewards": True}, {"scale_rewards": "group"}),
         ({"scale_rewards": False}, {"scale_rewards": "none"}),
         ({"report_to": None}, {"report_to": ("none",)}),
-        ({"report_to": "wandb"}, {"report_to": ("wandb",)}),
         ({"use_cpu": True}, {"device": "cpu"}),
-        ({"use_cpu": False}, {"device": "auto"}),
         ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}),
         ({"warmup_ratio": 0.1, "warmup_steps": 5}, {"warmup_steps": 5}),  # as transformers had it
-        ({"per_device_train_batch_size": 32, "prompts_per_step": 4}, {"prompts_per_step": 4}),
         (
             {"lr_scheduler_type": SchedulerType.COSINE, "eval_strategy": IntervalStrategy.NO},
             {"lr_scheduler_type": "cosine", "eval_on_start": False},

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from fastgrpo import decoupled_advantages, group_advantages
 
 NAN = math.nan
-SCALES = pytest.mark.parametrize("scale", ["group", "batch", "none"])
 RESULT = [-1 / (2**0.5 + 2e-4), 1 / (2**0.5 + 2e-4)]  # of the rewards 0 and 1
 
 
@@ -34,21 +33,14 @@ def test_eps_clip_and_no_scale():
     assert advantages([-1e150, 1e150], 2) == pytest.approx([-(0.5**0.5), 0.5**0.5])  # the largest that are allowed
 
 
-@SCALES
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e8, -0.7, 0.0])
+@pytest.mark.parametrize(("value", "dtype"), [(0.1, torch.float32), (1 / 3, torch.float64), (1e8, torch.float32)])
 def test_equal_rewards_give_exact_zeros(scale, baseline, dtype, value):
     # mean(8 x 0.1) is not 0.1 in floating point; the residue over eps would be an advantage made of rounding.
     rewards = torch.tensor([value] * 7 + [NAN] + [0.0] * 4 + [1.0] * 4, dtype=dtype)
     result = group_advantages(rewards, 8, scale=scale, baseline=baseline)
     assert (result[:8] == 0).all() and (result[8:] != 0).all()
-
-
-@SCALES
-def test_groups_of_one_and_empty_batches(scale):
-    assert advantages([1.0, 5, 2], 1, scale=scale) == [0, 0, 0]
-    assert group_advantages(torch.empty(0), 4, scale=scale).shape == (0,)
 
 
 REWARDS = st.lists(st.lists(st.floats(-8, 8) | st.just(NAN), min_size=4, max_size=4), min_size=1, max_size=4)
@@ -86,27 +78,16 @@ def test_advantages_do_not_depend_on_the_unit_of_rewards(groups, shift, factor):
     ("rewards", "dtype"),
     [
         ([0.0, 1.0], torch.float64),
-        ([False, True], torch.float64),
-        ([np.float32(0), np.float64(1)], torch.float64),
         (np.array([0.0, 1.0], dtype=np.float32), torch.float32),
-        (np.array([0, 1]), torch.float32),
         (np.array([1.0, 0.0])[::-1], torch.float64),
         (np.frombuffer(np.array([0.0, 1.0]).tobytes()), torch.float64),  # read-only: no warning of torch's
         (torch.tensor([0, 1]).bfloat16(), torch.float32),
-        (torch.tensor([0, 1]), torch.float32),
     ],
 )
 @pytest.mark.filterwarnings("error")
 def test_lists_arrays_and_tensors(rewards, dtype):
     result = group_advantages(rewards, np.int64(2))
     assert result.dtype == dtype and result.tolist() == pytest.approx(RESULT, rel=1e-6)
-
-
-def test_does_not_change_the_rewards_in_place():
-    rewards = torch.tensor([1.0, NAN, 3.0, 3.0])
-    before = rewards.clone()
-    group_advantages(rewards, 2, clip=0.1)
-    torch.testing.assert_close(rewards, before, rtol=0, atol=0, equal_nan=True)
 
 
 REFUSED = {
@@ -138,15 +119,6 @@ def test_decoupled_equals_the_formula_of_trl():
     result = decoupled_advantages(rewards, weights, 8)
     torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-7)  # its nanstd makes n / (n - 1) in fp32
     assert torch.equal(decoupled_advantages(rewards.tolist(), (1, 0.5, 2), 8, clip=0.5), result.clamp(-0.5, 0.5))
-
-
-def test_decoupled_ignores_units_and_groups_of_equal_rewards():
-    rewards = torch.rand(24, 2, dtype=torch.float64)
-    rewards[:8] = torch.tensor([0.1, 1 / 3])
-    scaled = rewards * torch.tensor([1.0, 1000.0])
-    a, b = (decoupled_advantages(values, torch.tensor([1.0, 0.3]), 8, eps=0.0) for values in (rewards, scaled))
-    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-    assert (a[:8] == 0).all() and (a[8:] != 0).all()
 
 
 @pytest.mark.parametrize(

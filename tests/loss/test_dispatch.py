@@ -59,16 +59,6 @@ def test_a_failure_warns_once_and_stands_and_is_an_error_for_a_backend_by_name(c
         dispatch.trusted("head", CPU, {}, compare, "Go without it.")
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_autocast_rounds_only_what_the_kernels_take(monkeypatch, dtype):
-    """The chunked path computes in fp32, and fp16 would round its inputs for nothing."""
-    monkeypatch.setattr(dispatch, "_fits", lambda tensor, is_head: tensor.dtype == torch.bfloat16)
-    given = torch.ones(2, 3), torch.ones(4, 3)
-    with torch.autocast("cpu", dtype=dtype):
-        found = dispatch.cast_for_autocast("auto", *given)
-    assert {x.dtype for x in found} == {torch.bfloat16 if dtype == torch.bfloat16 else torch.float32}
-
-
 def test_environment_variable_controls_self_checks(monkeypatch):
     monkeypatch.setenv(dispatch.VARIABLE, "0")
     assert dispatch.trusted("head", CPU, {}, broken)
