@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from fastgrpo import SFTConfig
 from fastgrpo.config.fields import Keywords, allowed, bare, convert, hints, keywords
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.config.validation import CONDITIONS, RESUME_INEXACT, RESUME_MAY_CHANGE
@@ -193,13 +192,3 @@ def test_keyword_arguments_become_json_text():
     for value in ("{'a': 1}", {"a": object()}, "[1]", 7):
         with pytest.raises(ValueError, match=r"^extra must be a dictionary"):
             convert("extra", value, Keywords | None)
-
-
-def test_properties_that_the_trainer_reads():
-    config = SFTConfig(batch_size=3, use_peft=True)
-    assert (config.command, config.rows_per_step, config.updates_per_step) == ("sft", 3, 1)
-    assert (config.folder_name, config.keeps_first_weights, config.learning_rate) == ("arithmetic-sft", True, 2e-5)
-    grpo = GRPOConfig(prompts_per_step=3, num_iterations=2, updates_per_rollout=3, beta=0.1)
-    assert (grpo.command, grpo.rows_per_step, grpo.updates_per_step) == ("train", 3, 6)
-    assert (grpo.folder_name, grpo.keeps_first_weights) == ("arithmetic", True)
-    assert not GRPOConfig(beta=0.1, sync_ref_model=True).keeps_first_weights and not SFTConfig().keeps_first_weights

@@ -54,12 +54,6 @@ def test_targets_far_below_the_rest(scale):
     assert ours["logps"][17].item() == pytest.approx(-others.exp().sum().log1p().item(), rel=1e-4)
 
 
-def test_every_logit_below_minus_87():
-    head = random_head(20, 16, 50, bias=True)
-    head.bias -= 200
-    check(run_logprob(head), head, weighted(head))
-
-
 @pytest.mark.parametrize("target", (True, False))
 def test_one_logit_60_nats_above(target):
     head = random_head(20, 16, 50, bias=True)
