@@ -23,22 +23,18 @@ def logps(model, inputs, completions):
 
 
 class Watch(lightning.Callback):
-    """Records the inputs, loss, learning rate and gradient norm of each update."""
+    """Records the inputs and the loss of each update."""
 
     def __init__(self):
         self.updates = []
 
     def on_train_batch_start(self, trainer, module, rows, index):
-        self.updates.append({"rows": rows, "rate": trainer.optimizers[0].param_groups[0]["lr"]})
+        self.updates.append({"rows": rows})
 
     def on_before_backward(self, trainer, module, loss):
         with torch.no_grad():
             new = logps(module.model, module.inputs, module.tokens["targets"])
         self.updates[-1] |= {"loss": loss.item(), "new": new, "tokens": module.tokens, "inputs": module.inputs}
-
-    def on_train_batch_end(self, trainer, module, outputs, rows, index):
-        gradients = [parameter.grad for parameter in module.model.parameters()]
-        self.updates[-1]["norm"] = torch.nn.utils.get_total_norm(gradients).item()
 
 
 @pytest.fixture(scope="module")
@@ -100,17 +96,6 @@ def test_a_rollout_is_learned_from_twice_with_its_old_log_probs(run):
     assert third["rows"] != first["rows"] and third["tokens"] is not first["tokens"]
 
 
-def test_a_prompt_has_eight_completions_whose_two_rewards_are_summed(run):
-    for update in run:
-        tokens, stop = update["tokens"], 0
-        assert len(tokens["targets"]) == 8 * 3
-        kept = [row[(row != stop) & mask] for row, mask in zip(tokens["targets"], tokens["mask"], strict=True)]
-        one = arithmetic.CHARACTERS.index("1") + 1
-        rewards = torch.tensor([(row == one).sum() - len(row) / 10 for row in kept]).view(3, 8)
-        centred = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
-        torch.testing.assert_close(tokens["advantages"], centred.flatten(), atol=1e-5, rtol=1e-4)
-
-
 def test_masks_end_with_the_first_stop_token(start, monkeypatch, real):
     module = lightning_grpo.GRPO(start)
     one, space, stop = module.tokenizer("1 ")["input_ids"] + [module.tokenizer.eos_token_id]
@@ -125,11 +110,6 @@ def test_masks_end_with_the_first_stop_token(start, monkeypatch, real):
     states, weight = module.head(module.model, inputs, tokens)
     alone = module.model(inputs["input_ids"][1:2, 1:]).logits[:, -5:-1]
     torch.testing.assert_close(states[1:2] @ weight.T, alone)
-
-
-def test_the_schedule_is_linear_and_gradients_are_clipped(run):
-    assert [update["rate"] for update in run] == pytest.approx([2e-4 * (1 - i / UPDATES) for i in range(UPDATES)])
-    assert max(update["norm"] for update in run) == pytest.approx(1.0, rel=1e-4)
 
 
 def test_a_checkpoint_has_one_model_and_is_resumed_between_two_updates_of_a_rollout(start, tmp_path):

@@ -1,5 +1,6 @@
 """docs/examples/plain_loop.py: a whole run, and the inputs of the loss from its rollouts."""
 
+import pytest
 import tiny
 import torch
 
@@ -7,6 +8,7 @@ from docs.examples import plain_loop
 from fastgrpo.policy.characters import character_model
 
 
+@pytest.mark.slow
 def test_the_loop_teaches_vowels(capsys):
     history = plain_loop.main()
     assert history[0] < 0.25 and sum(history[-5:]) / 5 > 0.8

@@ -1,18 +1,14 @@
 """Our LigerFusedLinearGRPOLoss and triton_grpo_loss: Liger's signatures, and the values of the reference."""
 
 import inspect
-import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss as TheirClass
 from liger_kernel.transformers.grpo_loss import triton_grpo_loss as their_function
 from paths import ROOT
@@ -152,17 +148,6 @@ def test_losses_accept_other_dtypes(dtype):
     assert all(x.grad is None for x in (*constants, weight))
 
 
-def test_settings_may_change_between_calls():
-    """And a tolerance of the backward pass changes only gradients."""
-    p, found = batch(), []
-    for temperature, tolerance in ((1.0, 0.0), (TEMPERATURE, 0.0), (TEMPERATURE, 0.9)):
-        leaf, loss_of = p.hidden.clone().requires_grad_(), LigerFusedLinearGRPOLoss(use_ref_model=False)
-        loss_of.temperature, loss_of.backward_tolerance = temperature, tolerance
-        loss, _ = loss_of(leaf, p.weight, p.ids, p.mask, p.advantages, old_per_token_logps=p.old_logps)
-        found.append((loss, torch.autograd.grad(loss, leaf)[0]))
-    assert found[0][0] != found[1][0] == found[2][0] and not torch.equal(found[1][1], found[2][1])
-
-
 @pytest.mark.parametrize("name", ["dapo-corrected", "grpo-sequence-plain"])
 def test_the_gradient_overwrites_the_logits_only_in_the_backward(name):
     knobs, options = CASES[name]
@@ -206,24 +191,20 @@ def test_wrong_arguments_are_rejected_by_name(argument, change):
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 
 
-def count_on_rank(rank, folder):
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+def count_on_rank():
+    """DDP averages the gradients: each of two processes divides by the tokens of both over the processes."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     mask = MASK if rank == 0 else MASK[:1]  # 3 and 2 tokens
-    counted = [float(step_tokens(Objective(), mask, count)) for count in (None, 7, torch.tensor(7))]
+    assert [float(step_tokens(Objective(), mask, count)) for count in (None, 7, torch.tensor(7))] == [2.5, 3.5, 3.5]
     if rank == 0:  # an objective that does not read the count asks nobody: the other rank makes no call
-        counted.append(step_tokens(Objective("bnpo"), mask, None))
-    Path(folder, str(rank)).write_text(repr(counted))
+        assert step_tokens(Objective("bnpo"), mask, None) is None
     dist.barrier()
     dist.destroy_process_group()
 
 
-def test_two_processes_share_the_token_count(tmp_path):
-    """DDP averages the gradients: each process divides by the tokens of all over the processes."""
+def test_one_process_takes_the_count_as_it_is():
     assert [step_tokens(Objective(), MASK, count) for count in (None, 7)] == [None, 7]
-    multiprocessing.set_forkserver_preload(["torch", "fastgrpo.loss"])
-    mp.start_processes(count_on_rank, args=(str(tmp_path),), nprocs=2, start_method="forkserver")
-    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["[2.5, 3.5, 3.5, None]", "[2.5, 3.5, 3.5]"]
 
 
 @pytest.mark.slow

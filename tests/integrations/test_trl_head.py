@@ -63,17 +63,6 @@ def test_every_head_is_scored_as_trl_and_the_model_do(name):
     assert ours.log_probs[chosen].std() > 0.1
 
 
-def test_other_calls_stay_those_of_the_model():
-    model = make_model("plain")
-    inputs, labels = batch()
-    before = model(**inputs, labels=labels)
-    both(model)
-    after = model(**inputs, labels=labels)
-    assert torch.equal(after.logits, before.logits) and torch.equal(after.loss, before.loss)
-    assert model.generate(**inputs, max_new_tokens=3, do_sample=False).shape == (3, 12)
-    assert model(**inputs, labels=labels, fused_lm_head=True, with_entropy=False).entropy is None
-
-
 def test_a_head_in_fp32_of_a_model_in_bf16():
     model = make_model("plain").bfloat16()
     model.lm_head.float()

@@ -1,13 +1,8 @@
 """The function of verl's fused head, against plain PyTorch in fp64: results, gradients, and a sharded vocabulary."""
 
-import functools
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import fork, forked
 
 from fastgrpo.integrations.verl import linear_cross_entropy
 
@@ -25,7 +20,7 @@ def problem():
     labels = torch.randint(V, (N,), generator=generator)
     labels[:4] = torch.tensor([0, V - 1, SHARDS[0] - 1, SHARDS[0]])  # the first and the last id, the shards' border
     return {
-        "hidden": noise(N, D), "weight": noise(V, D), "labels": labels, "temperature": TEMPERATURE, "shards": SHARDS,
+        "hidden": noise(N, D), "weight": noise(V, D), "labels": labels,
         "logps_grad": noise(N), "entropy_grad": noise(N),
     }  # fmt: skip
 
@@ -90,45 +85,23 @@ def test_any_shape_of_tokens_gives_flat_results():
     assert shaped[0].shape == (N,) and hidden.grad.shape == (N, 1, D)
 
 
-def call(folder, inputs):
-    """As one of two ranks, call verl's function with its rows of the head, and write down the results."""
+def compare_on_rank():
+    """As one of two ranks with its rows of the head: the results of the whole, and gradients of the shard."""
     dist.init_process_group("gloo")
-    rank, given = dist.get_rank(), torch.load(inputs)
-    hidden = given["hidden"].requires_grad_()
-    shard = given["weight"].split(given["shards"])[rank].clone().requires_grad_()
-    head = hidden, shard, given["labels"], given["temperature"]
-    logps, entropy = linear_cross_entropy(*head, "none", dist.group.WORLD)
-    torch.autograd.backward((logps, entropy), (given["logps_grad"], given["entropy_grad"]))
-    total, entropy_again = linear_cross_entropy(*head, "sum", dist.group.WORLD)
-    found = {"logps": logps, "entropy": entropy, "total": total, "entropy_again": entropy_again}
-    found = {name: value.detach() for name, value in found.items()}
-    torch.save(found | {"hidden": hidden.grad, "weight": shard.grad}, folder / f"rank-{rank}.pt")
-    dist.destroy_process_group()
-
-
-def test_ranks_with_shards_of_the_head_get_the_results_of_the_whole(tmp_path):
-    """And gradients of their shards; verl sums the parts of the gradient of hidden."""
-    given = problem()
-    torch.save(given, tmp_path / "inputs.pt")
-    (tmp_path / "ranks").mkdir()
-    codes, outputs = forked(__file__, tmp_path / "ranks", tmp_path / "inputs.pt")("call")
-    assert codes == [0, 0], "\n".join(outputs)
-    found = [torch.load(tmp_path / "ranks" / f"rank-{rank}.pt") for rank in range(2)]
+    rank, given = dist.get_rank(), problem()
     hidden, weight = leaves(given)
-    logits, logps, entropy = plain(hidden, weight, given["labels"])
-    torch.autograd.backward((logps, entropy), (given["logps_grad"], given["entropy_grad"]))
-    dlogits = (logits.grad / TEMPERATURE).split(SHARDS, 1)
-    weights = zip(weight.grad.split(SHARDS), dlogits, given["weight"].split(SHARDS), strict=True)
-    for rank, (gradient, of_shard, shard) in zip(found, weights, strict=True):
-        torch.testing.assert_close(rank["logps"], logps.detach())
-        torch.testing.assert_close(rank["entropy"], entropy.detach())
-        torch.testing.assert_close(rank["total"], logps.detach().sum())
-        assert torch.equal(rank["entropy"], rank["entropy_again"])
-        torch.testing.assert_close(rank["weight"], gradient)
-        torch.testing.assert_close(rank["hidden"], of_shard @ shard)
-    torch.testing.assert_close(found[0]["hidden"] + found[1]["hidden"], hidden.grad)
-
-
-if __name__ == "__main__":
-    folder, inputs = Path(sys.argv[1]), sys.argv[2]
-    fork({"call": functools.partial(call, folder, inputs)}, folder, count=2)
+    logits, *expected = plain(hidden, weight, given["labels"])
+    gradients = given["logps_grad"], given["entropy_grad"]
+    torch.autograd.backward(expected, gradients)
+    mine, shard = given["hidden"].clone().requires_grad_(), given["weight"].split(SHARDS)[rank].clone().requires_grad_()
+    head = mine, shard, given["labels"], TEMPERATURE
+    found = linear_cross_entropy(*head, "none", dist.group.WORLD)
+    torch.autograd.backward(found, gradients)
+    torch.testing.assert_close(list(found), expected)
+    total, entropy_again = linear_cross_entropy(*head, "sum", dist.group.WORLD)
+    torch.testing.assert_close(total, expected[0].sum())
+    assert torch.equal(entropy_again, found[1])
+    torch.testing.assert_close(shard.grad, weight.grad.split(SHARDS)[rank])
+    dlogits = (logits.grad / TEMPERATURE).split(SHARDS, 1)[rank]
+    torch.testing.assert_close(mine.grad, dlogits @ shard)  # verl sums the parts of the gradient of hidden
+    dist.destroy_process_group()
