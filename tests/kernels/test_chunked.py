@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from heads import truth_of
-from oracle import CHUNKS, Products, float32_case, make_case, run, set_chunk, truth
+from oracle import CHUNKS, Products, float32_case, make_case, run, set_chunk, truth, truth_of
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.compare import compare

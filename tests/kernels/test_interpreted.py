@@ -1,6 +1,6 @@
 """Runs interpreted/*.py in a process of their own: TRITON_INTERPRET=1 holds for the whole process.
 
-TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreted/linear_grpo.py
+TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreted/head.py
 """
 
 import re

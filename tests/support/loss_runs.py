@@ -1,10 +1,10 @@
 """A ragged batch, runs of the public losses on interpreted kernels, and their comparison with the chunked backend."""
 
 import torch
-from heads import random_head
 
 import fastgrpo.loss.losses
 from fastgrpo import logits_grpo_loss
+from fastgrpo.kernel_checks import cases
 
 LENGTHS = [3, 7, 1, 9, 0, 4]
 N, D, V = sum(LENGTHS), 16, 70
@@ -17,12 +17,11 @@ OBJECTIVES = {
 
 def ragged_batch():
     """Return hidden, weight, and keyword arguments of a packed batch with a ragged mask."""
-    head = random_head(N, D, V)
-    g = torch.Generator().manual_seed(3)
-    return head.hidden, head.weight, {
-        "targets": head.targets, "advantages": torch.randn(len(LENGTHS), generator=g),
-        "mask": torch.rand(N, generator=g) > 0.3, "cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0),
-        "old_logps": head.old_logps, "ref_logps": head.ref_logps,
+    leaves, tokens = cases.random_head(N, D, V, torch.float32)
+    return leaves["hidden"].detach(), leaves["weight"].detach(), {
+        "targets": tokens["targets"], "advantages": torch.randn(len(LENGTHS)), "mask": torch.rand(N) > 0.3,
+        "cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0), "old_logps": tokens["old_logps"],
+        "ref_logps": tokens["ref_logps"],
     }  # fmt: skip
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
-from heads import policy_loss, scalar_of, truth_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgrpo import Objective
+from fastgrpo.kernel_checks.cases import gradients
 from fastgrpo.kernels import head_torch, reference
 from fastgrpo.kernels.objectives import PolicyRows
 
@@ -58,15 +58,6 @@ class Case:
             return self.cu_seqlens
         rows, width = self.mask.shape
         return torch.arange(rows + 1) * width
-
-    def packed(self):
-        """The tokens in the mask, without padding."""
-        keep, starts = self.mask, self.starts()
-        counts = torch.stack([part.sum() for part in self.mask.flatten().split(starts.diff().tolist())])
-        return replace(
-            self, hidden=self.hidden[keep], cu_seqlens=torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
-            **{name: x[keep] for name, x in self.per_token().items()},
-        )  # fmt: skip
 
     def poisoned(self):
         """NaN and -100 where the mask is off: these places must never be read."""
@@ -127,6 +118,16 @@ def token_weights(objective, mask, starts, items=None):
     return weights * mask.flatten(), objective.entropy_coef / step * mask.flatten().double()
 
 
+def truth_of(leaves, targets, scalar, *, temperature=1.0, softcap=None):
+    """Compute log-probs and entropy by the reference, the loss that `scalar` makes of them, and its gradients."""
+    logps, entropy = reference.linear_logprob(
+        leaves["hidden"], leaves["weight"], targets, bias=leaves.get("bias"), logit_softcap=softcap,
+        temperature=temperature, return_entropy=True,
+    )  # fmt: skip
+    loss = scalar(logps, entropy)
+    return {"logps": logps.detach(), "entropy": entropy.detach(), "loss": loss.detach(), **gradients(loss, leaves)}
+
+
 def truth(case, *, rows=None, num_items_in_batch=None, weights=None, grad_output=1.0, dtype=None, **knobs):
     """(loss, logps [M], metrics, gradients {hidden, weight, bias}) of the tokens in the mask, or of `rows`.
 
@@ -146,11 +147,21 @@ def truth(case, *, rows=None, num_items_in_batch=None, weights=None, grad_output
     chosen = PolicyRows(index=keep, lengths=torch.searchsorted(keep, starts).diff(), **kept)
     leaves = (case if dtype is None else case.to(dtype)).head()
     flat = leaves["hidden"].flatten(0, -2)
-    found = truth_of(leaves | {"hidden": flat[keep]}, chosen.targets, scalar_of(chosen, objective),
-                     temperature=chosen.temperature)  # fmt: skip
+
+    def policy_loss(logps):  # in the dtype of the log-probs
+        given = chosen.old_logps, chosen.ref_logps, chosen.advantages, chosen.weights, chosen.sampler_logps
+        old, ref, advantages, weights, sampler = (None if x is None else x.to(logps.dtype) for x in given)
+        return reference.policy_loss(logps, old, ref, advantages, weights, objective, chosen.lengths, sampler)
+
+    def scalar(logps, entropy):
+        loss, bonus = policy_loss(logps)[0], chosen.entropy_weights
+        return loss if bonus is None else loss - (bonus.to(logps.dtype) * entropy).sum()  # - sum_n e_n H_n
+
+    temperature = chosen.temperature
+    found = truth_of(leaves | {"hidden": flat[keep]}, chosen.targets, scalar, temperature=temperature)
     hidden = torch.zeros_like(flat).index_copy_(0, keep, found["hidden"]).view_as(leaves["hidden"])
-    gradients = {name: grad_output * ({**found, "hidden": hidden}[name]).detach() for name in leaves}
-    return found["loss"], found["logps"], policy_loss(found["logps"], chosen, objective)[1], gradients
+    grads = {name: grad_output * ({**found, "hidden": hidden}[name]).detach() for name in leaves}
+    return found["loss"], found["logps"], policy_loss(found["logps"])[1], grads
 
 
 def run(case, loss, grad_output=1.0, **knobs):
