@@ -139,21 +139,6 @@ def test_public_names_are_their_modules_own():
         assert getattr(importlib.import_module(f"fastgrpo.{home}"), name) is getattr(fastgrpo, name)
 
 
-def test_checkout_does_not_shadow_an_installed_kernels_package(tmp_path):
-    """A folder without __init__.py loses to an installed package, even where the checkout comes first on sys.path."""
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "__init__.py").write_text("NAME = 'installed'")
-    code = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-sys.path.append({str(tmp_path)!r})
-import kernels
-import fastgrpo.kernels.head_torch
-print(kernels.NAME, fastgrpo.kernels.head_torch.__file__)
-"""
-    assert run_python(code) == f"installed {ROOT / 'kernels' / 'head_torch.py'}"
-
-
 def test_commands_start_without_the_models_of_transformers():
     """Which take seconds: --help, a misspelt flag, a report, and a check of given completions need none."""
     code = """

@@ -9,44 +9,29 @@ LOSS_TYPES = {
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
 }  # fmt: skip
 SEQUENCE = {"importance_sampling_level": "sequence"}
-# Cases that TRL has too: the knobs are its knobs.
+KINDS = ("k1", "k2", "k3", "abs")
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+BOUNDS = {"importance_sampling_clip_min": 0.8, "importance_sampling_clip_max": 1.3}
 CASES = LOSS_TYPES | {
-    "dapo-sequence": {**LOSS_TYPES["dapo"], **SEQUENCE},
-    "cispo-sequence": {**LOSS_TYPES["cispo"], **SEQUENCE},
-    "sapo-sequence": {**LOSS_TYPES["sapo"], **SEQUENCE},
-    "clip-higher": {"epsilon": 0.1, "epsilon_high": 0.5},
-    "delta": {"delta": 1.25, "epsilon_high": 0.1},
+    "cispo-sequence": {**LOSS_TYPES["cispo"], **SEQUENCE}, "sapo-sequence": {**LOSS_TYPES["sapo"], **SEQUENCE},
+    "clip-higher": {"epsilon": 0.1, "epsilon_high": 0.5}, "delta": {"delta": 1.25, "epsilon_high": 0.1},
     "gspo-delta": {**LOSS_TYPES["gspo"], "delta": 1.1, "epsilon": 0.05},
     "sapo-temperatures": {"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5},
     "vespo-shape": {**LOSS_TYPES["vespo"], "vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_lambda_neg": 1.5},
-    "entropy": {"entropy_coef": 0.3},
-    "entropy-luspo-k3": {**LOSS_TYPES["luspo"], "entropy_coef": -0.2, "beta": 0.1},
+    "entropy": {"entropy_coef": 0.3}, "entropy-luspo-k3": {**LOSS_TYPES["luspo"], "entropy_coef": -0.2, "beta": 0.1},
     **{f"{name}-k3": {**knobs, "beta": 0.3} for name, knobs in LOSS_TYPES.items()},
-    **{
-        f"{name}-corrected": {**LOSS_TYPES[name], "beta": 0.3, "use_bias_correction_kl": True}
-        for name in ("dapo", "cispo", "gspo", "luspo", "vespo")
-    },
-}
-OWN_CASES = {
-    f"{kl}{'-corrected' * corrected}-{name}": {
-        **LOSS_TYPES[name], "beta": 0.3, "kl": kl, "use_bias_correction_kl": corrected
-    }
-    for kl in ("k1", "k2", "abs")
-    for corrected in (False, True)
-    for name in ("dapo", "gspo")
+    **{f"{name}-{kl}": {**LOSS_TYPES[name], "beta": 0.3, "kl": kl} for kl in KINDS for name in ("dapo", "gspo")},
 }  # fmt: skip
+for _name in ("cispo-k3", "luspo-k3", "vespo-k3", *(f"{name}-{kl}" for kl in KINDS for name in ("dapo", "gspo"))):
+    CASES[f"{_name}-corrected"] = {**CASES[_name], "use_bias_correction_kl": True}
 # Cases with sampler_logps.
-BOUNDS = {"importance_sampling_clip_min": 0.8, "importance_sampling_clip_max": 1.3}
 SAMPLER_CASES = {
-    **{
-        f"{name}-{mode}": {**LOSS_TYPES[name], "importance_sampling_mode": mode, **BOUNDS}
-        for name in ("dapo", "gspo", "cispo", "sapo")
-        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-    },
+    **{f"{name}-{mode}": {**LOSS_TYPES[name], "importance_sampling_mode": mode, **BOUNDS}
+       for name in ("dapo", "gspo") for mode in MODES},
     "default-bounds": {"beta": 0.3},
     "no-cap": {"importance_sampling_mode": "sequence_mask", "importance_sampling_clip_max": None},
-    "vespo-token_truncate": {"loss_type": "vespo", "importance_sampling_mode": "token_truncate", **BOUNDS},
+    "vespo-token_truncate": {**LOSS_TYPES["vespo"], **BOUNDS},
     "vespo-token_mask": {"loss_type": "vespo", "importance_sampling_mode": "token_mask"},
     "luspo-token_truncate": {**LOSS_TYPES["luspo"], "importance_sampling_mode": "token_truncate", **BOUNDS},
-}
-EVERY = {**CASES, **OWN_CASES, **SAMPLER_CASES}
+}  # fmt: skip
+EVERY = CASES | SAMPLER_CASES
