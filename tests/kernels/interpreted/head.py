@@ -41,7 +41,7 @@ def random_head(*shape, dtype=torch.float32, bias=False, softcap=None):
 
 
 @pytest.mark.parametrize(
-    ("shape", "options"), [(RAGGED, cases.EVERYTHING), (ROW, cases.EVERYTHING), (TILES, SOFTCAP)], ids=str
+    ("shape", "options"), [(RAGGED, cases.EVERYTHING), (ROW, cases.EVERYTHING), (TILES, {"flagged": True})], ids=str
 )
 def test_log_probs_of_any_shape(shape, options, monkeypatch):
     monkeypatch.setitem(cases.HEAD_SIZES, "interpreter", shape)
@@ -69,7 +69,7 @@ IN_BF16 = {
     "bonus": partial(cases.fused_loss, objective=cases.BONUS),
     "recomputed": partial(cases.fused_loss, objective=cases.BONUS, **SOFTCAP),
     "log-probs": partial(cases.logprob, **cases.EVERYTHING),
-    "unlikely targets": partial(cases.logprob, flagged=True),  # rows that are computed again, from their maximum
+    "unlikely targets": partial(cases.logprob, entropy=False, flagged=True),  # computed again, from their maximum
 }
 QUICK_IN_BF16 = ("loss by chunks", "unlikely targets")
 
@@ -78,10 +78,10 @@ QUICK_IN_BF16 = ("loss by chunks", "unlikely targets")
     "name", [pytest.param(x, marks=[] if x in QUICK_IN_BF16 else [pytest.mark.slow]) for x in IN_BF16]
 )
 def test_bf16(name, bf16, monkeypatch):
-    """The dtype on a GPU, and there the anchored path. Rounding errors of fewer tokens differ more by chance."""
-    monkeypatch.setitem(cases.HEAD_SIZES, "interpreter", (384, 16, 50))
+    """The dtype on a GPU, and there the anchored path. With fewer tokens the errors differ more by chance."""
+    monkeypatch.setitem(cases.HEAD_SIZES, "interpreter", (128, 16, 50))
     if "chunks" in name:
-        set_chunk(monkeypatch, 128)
+        set_chunk(monkeypatch, 48)
     check(IN_BF16[name]("interpreter", torch.bfloat16))
 
 
@@ -191,8 +191,8 @@ def test_gradients_of_several_chunks_are_rounded_once(monkeypatch):
 
 
 def test_one_chunk_of_exponentials_at_a_time_and_none_without_gradient(monkeypatch):
-    set_chunk(monkeypatch, 32)
-    leaves, rest = random_head(128, 16, 50)
+    set_chunk(monkeypatch, 16)
+    leaves, rest = random_head(48, 16, 50)
     alive, kept, empty_exps, rows_fwd = [], [], head_kernels.empty_exps, head_kernels.rows_fwd
 
     def tracked(*args):
@@ -204,7 +204,7 @@ def test_one_chunk_of_exponentials_at_a_time_and_none_without_gradient(monkeypat
 
     monkeypatch.setattr(head_kernels, "empty_exps", tracked)
     linear_grpo_loss(**leaves, **rest).loss.backward()
-    assert len(alive) == 4
+    assert len(alive) == 3
     monkeypatch.setattr(
         head_kernels, "rows_fwd", lambda head, exps=None, *more: kept.append(exps) or rows_fwd(head, exps, *more)
     )
@@ -232,7 +232,7 @@ def test_every_launch_is_on_the_device_of_its_tensors(softcap, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device_of", guard)
     monkeypatch.setattr(GridExecutor, "__call__", watched)
-    set_chunk(monkeypatch, 8)
+    set_chunk(monkeypatch, 12)
     leaves, rest = random_head(20, 16, 50, softcap=softcap)
     linear_grpo_loss(**leaves, **{**rest, "objective": cases.BONUS}).loss.backward()
     logps, entropy = linear_logprob(
