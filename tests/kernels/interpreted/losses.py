@@ -16,9 +16,16 @@ from fastgrpo import grpo_loss, linear_grpo_loss, logits_grpo_loss
 from fastgrpo.kernels import launch
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
-QUICK = [("dapo", "device"), ("gspo", "host"), ("bonus", "device")]  # on a GPU only the device knows the kept rows
-REST = [case for case in product(OBJECTIVES, ("host", "device")) if case not in QUICK]
-KNOWN = pytest.mark.parametrize(("name", "known_to"), [*QUICK, *(slow(*case) for case in REST)])
+
+
+def known(*quick):
+    """Parametrize by objectives, and by who knows which rows are kept: on a GPU only the device."""
+    cases = product(OBJECTIVES, ("host", "device"))
+    return pytest.mark.parametrize(
+        ("name", "known_to"), [pytest.param(*x, marks=[] if x in quick else [pytest.mark.slow]) for x in cases]
+    )
+
+
 TOKENS = {name: knobs for name, knobs in EVERY.items() if not knobs.get("entropy_coef")}
 
 
@@ -31,7 +38,7 @@ def spoilt(hidden, kwargs):
     return hidden.where(~out[:, None], anything), {**kwargs, **changed}
 
 
-@KNOWN
+@known(("dapo", "device"), ("gspo", "host"), ("bonus", "device"))
 def test_linear_grpo_loss(name, known_to, batch, monkeypatch):
     hidden, weight, kwargs = batch
     kwargs = {**kwargs, **OBJECTIVES[name], "return_entropy": True}
@@ -44,7 +51,7 @@ def test_linear_grpo_loss(name, known_to, batch, monkeypatch):
     same(run(linear_grpo_loss, (hidden, weight), kwargs, "triton", factor=1.7), theirs)
 
 
-@KNOWN
+@known(("dapo", "device"), ("gspo", "host"))
 def test_logits_grpo_loss(name, known_to, batch, monkeypatch):
     hidden, weight, kwargs = batch
     kwargs = {**kwargs, **OBJECTIVES[name], "return_entropy": True, "temperature": torch.rand(N) + 0.5}
@@ -83,7 +90,7 @@ def test_sequence_level_ratios_where_only_the_device_knows_the_rows(batch, monke
     kwargs |= OBJECTIVES["gspo"]
     theirs = run(linear_grpo_loss, (hidden, weight), kwargs, "chunked")
     device_only_mask(monkeypatch)
-    several_chunks(monkeypatch, 4)
+    several_chunks(monkeypatch, 8)  # a sequence is longer
     for name in ("tolist", "item"):  # a host sync
         monkeypatch.setattr(torch.Tensor, name, None)
     monkeypatch.setattr(fastgrpo.loss.inputs, "_on_host", lambda values: False)
@@ -92,7 +99,7 @@ def test_sequence_level_ratios_where_only_the_device_knows_the_rows(batch, monke
     same(ours, theirs)
 
 
-@pytest.mark.parametrize("loss", (linear_grpo_loss, logits_grpo_loss))
+@pytest.mark.parametrize("loss", (linear_grpo_loss, slow(logits_grpo_loss)))
 def test_a_batch_without_a_kept_row(loss, batch, monkeypatch):
     hidden, weight, kwargs = batch
     kwargs["mask"] = torch.zeros(N, dtype=torch.bool)

@@ -51,6 +51,7 @@ def calls():
 CALLS = calls() if heads.launch.INTERPRET else {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck(name):
     operator, arguments = CALLS[name]
