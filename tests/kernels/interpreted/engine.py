@@ -39,7 +39,8 @@ def kernels(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("filters", [pytest.param({}, marks=pytest.mark.slow), {"top_p": 0.9}], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}], ids=str)
 def test_draws_equal_those_of_the_plain_path(kernels, monkeypatch, filters):
     """The same uniform numbers and distribution: a token can differ only where rounding moves a boundary over one."""
     model = tiny.model("llama")
@@ -94,6 +95,6 @@ def test_the_kernels_of_a_draw_are_checked(how, monkeypatch):
 def test_a_flat_distribution_is_no_cause_for_alarm():
     """Where many tokens are equally likely, sums in fp32 put a random number into the interval of a neighbour."""
     how = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    logits, numbers = torch.randn(8, 3000) * 0.1, torch.rand(8)
+    logits = torch.randn(4, 3000) * 0.1
     numbers = torch.softmax(logits.double(), -1).cumsum(-1)[:, 1500].float()  # on the boundary of two tokens
     assert draws_differ(logits, numbers, how) is None

@@ -38,9 +38,7 @@ def call(name, batch):
 NAMES = ("linear_grpo_loss", "logits_grpo_loss", "grpo_loss")
 
 
-@pytest.mark.parametrize(
-    "objective", ["gspo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bonus", "vespo"))]
-)
+@pytest.mark.parametrize("objective", ["gspo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("bonus", "vespo"))])
 def test_right_kernels_pass(objective, batch, monkeypatch):
     device_only_mask(monkeypatch)
     for name in NAMES:
