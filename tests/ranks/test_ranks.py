@@ -1,9 +1,8 @@
 """Ranks find each other and their GPUs, exchange and sum values, and name the exchange in which one was lost."""
 
+import functools
 import json
-import os
 import re
-import signal
 import sys
 import threading
 
@@ -26,7 +25,6 @@ from fastgrpo.ranks import (
     end,
     join,
     launched,
-    outlive_sigterm,
     own_gpu,
     refuse_ranks,
 )
@@ -34,6 +32,7 @@ from fastgrpo.ranks import (
 CLOSED = "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:8395"
 LAUNCHER = {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 PLAIN_HOOK = sys.__excepthook__
+CASES = ("hang-gather", "die-sum", "fail-sum")
 
 
 def two_ranks():
@@ -51,10 +50,10 @@ def test_one_process_exchanges_nothing():
 # A rank that is lost.
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    return forked("lost_ranks.py", tmp_path_factory.mktemp("ranks"))
+    return forked(__file__, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("case", lost_ranks.CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_ranks_that_lose_another_end_with_a_line_that_says_why(ended, case):
     """An exchange on the host names the missing rank; a sum, which may be NCCL's, cannot."""
     ending, name = case.split("-")
@@ -73,7 +72,6 @@ def test_ranks_that_lose_another_end_with_a_line_that_says_why(ended, case):
     "text",
     [
         CLOSED,
-        "[/build/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete",
         "Application timeout caused pair closure",
         "Gloo connectFullMesh failed with [/build/gloo/transport/tcp/pair.cc:152] timed out connecting",
     ],
@@ -93,7 +91,6 @@ def test_broken_connections_name_the_exchange(text, monkeypatch):
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
         RuntimeError("[enforce fail at /build/gloo/allreduce.cc:12] op.preamble.length <= op.nbytes. 8 vs 4"),
         ValueError("a mistake"),
     ],
@@ -102,16 +99,6 @@ def test_other_errors_pass_unchanged(error):
     with pytest.raises(type(error)) as raised, two_ranks().waiting("step 3"):
         raise error
     assert raised.value is error
-
-
-def test_one_sigterm_does_not_end_a_rank_that_has_lost_another():
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        outlive_sigterm()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 # What is sent.
@@ -221,8 +208,6 @@ def test_one_process_needs_no_launcher_and_some_commands_refuse_one(seen):
         (8, 3, "auto", 8, 3),
         (8, 3, "cuda", 16, 3),
         (1, 3, "cuda", 8, 0),  # as Slurm's --gpus-per-task=1 shows them
-        (1, None, "cuda", 8, 0),
-        (8, None, "cuda", 1, 0),
         (8, 0, "cuda:5", 1, 5),
         (8, 0, "cuda:9", 1, 0),  # loading the model refuses it
         (8, 1, "cuda:1", 8, "device='cuda:1' names one GPU"),
@@ -316,16 +301,22 @@ def test_uncaught_exceptions_are_printed_once(be, capsys, monkeypatch):
     assert heard[1] == (KeyError, error, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ending, rank, why",
     [
-        ("fail", "1", "KeyError: 'a bug"),
-        pytest.param("die", "1", "Signal 9 (SIGKILL)", marks=pytest.mark.slow),
-        pytest.param("hang", "[02]", "rank 1 died or did not come in time", marks=pytest.mark.slow),
+        ("fail", "1", "KeyError: 'a bug"), ("die", "1", "Signal 9 (SIGKILL)"),
+        ("hang", "[02]", "rank 1 died or did not come in time"),
     ],
-)
+)  # fmt: skip
 def test_torchrun_reports_the_failed_rank_as_the_root_cause(ending, rank, why):
     with start([ROOT / "tests" / "support" / "lost_ranks.py", ending, "gather"], count=3) as job:
         assert job.wait() == 1
         root = job.launcher().partition("Root Cause")[2]
         assert re.search(rf"rank +: {rank} ", root) and why in root, job.told()
+
+
+if __name__ == "__main__":
+    lost_ranks.support.HANGING["hang-gather"] = (1,)
+    cases = {case: functools.partial(lost_ranks.exchange, *case.split("-")) for case in CASES}
+    lost_ranks.support.fork(cases, sys.argv[1])

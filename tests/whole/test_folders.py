@@ -1,6 +1,5 @@
 """What a run must not delete, overwrite or lose: other people's files, its own inputs, and work that was saved."""
 
-import importlib
 import json
 import os
 import shutil
@@ -11,7 +10,6 @@ from mistakes import Case, check
 
 from fastgrpo import report, train
 from fastgrpo.run.checkpoint import MANIFEST, STATE, _entry
-from fastgrpo.run.curves import draw_curves
 from fastgrpo.run.folder import LOCK, MADE
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -76,10 +74,8 @@ def refused(case, capfd, message, **changes):
 @pytest.mark.parametrize(
     "what, changes",
     [
-        ("the model", lambda c: {"output_dir": c.model}),
         ("the model", lambda c: {"output_dir": c.model, "resume_from_checkpoint": "auto"}),
         ("the model", lambda c: {"model_name_or_path": c.folder / "link" / "checkpoint-2"}),
-        ("the data set", lambda c: {"dataset_name": shutil.copy(c.rows, c.run / "samples.jsonl")}),
         ("the data set", lambda c: {"dataset_name": c.folder / "link" / "samples.jsonl", "overwrite_output_dir": True}),
     ],
 )
@@ -89,12 +85,11 @@ def test_a_run_reads_nothing_from_its_own_folder(after, capfd, what, changes):
     refused(after, capfd, f"{what} .* lies inside output_dir", **changes(after))
 
 
-@pytest.mark.parametrize("row, told", [('{"prompt": "ce"}', "have changed"), ("", "then 2, now 1")])
-def test_a_resumed_run_warns_of_other_rows(after, capfd, row, told):
-    after.write('{"prompt": "ab"}', row)
+def test_a_resumed_run_warns_of_other_rows(after, capfd):
+    after.write('{"prompt": "ab"}', '{"prompt": "ce"}')
     assert train.main(after.argv(**RESUMED)) == 0
     out = capfd.readouterr().out
-    assert "warning" in out and told in out
+    assert "warning" in out and "have changed" in out
 
 
 def test_a_resumed_run_refuses_other_weights_below_its_reference(after, capfd):
@@ -110,20 +105,6 @@ def test_resumes_a_copy_of_a_run(after):
     assert (other / "checkpoint-3").is_dir()
 
 
-def test_a_run_whose_metrics_and_curves_are_spoilt_keeps_its_weights(case, capfd):
-    def spoil(completions, **columns):
-        (case.run / "metrics.jsonl").unlink(missing_ok=True)
-        (case.run / "curves.png").mkdir(exist_ok=True)
-        return [0.0] * len(completions)
-
-    importlib.import_module("own_rewards")
-    case.patch("own_rewards.share", spoil)
-    case.patch("fastgrpo.run.curves.draw_curves", draw_curves)  # the real one
-    assert train.main(case.argv()) == 0
-    assert "warning: curves.png is not written: " in capfd.readouterr().out
-    assert (case.run / "checkpoint-1").is_dir() and (case.run / "summary.json").is_file()
-
-
 @pytest.mark.parametrize("through_a_link", [False, True])
 def test_a_report_does_not_overwrite_a_picture_that_no_run_made(after, capfd, through_a_link):
     picture, thesis = after.run / "curves.png", after.folder / "thesis.png"
@@ -135,16 +116,11 @@ def test_a_report_does_not_overwrite_a_picture_that_no_run_made(after, capfd, th
     assert picture.read_text() == "years of work"
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "\x80"], ids=lambda text: text[:2])
-def test_errors_name_an_unreadable_state(after, capfd, text):
-    write_state(after.run / "checkpoint-2", text)
-    refused(after, capfd, "checkpoint-2/trainer_state.json (cannot be|does not hold)", **RESUMED)
-
-
-@pytest.mark.parametrize("name", ["source", "rows", "global_step"])
-def test_errors_name_an_incomplete_state(after, capfd, name):
-    change_state(after.run / "checkpoint-2", without=[name])
-    refused(after, capfd, rf"checkpoint-2 .*KeyError: '{name}'", **RESUMED)
+def test_errors_name_an_unreadable_or_incomplete_state(after, capfd):
+    change_state(after.run / "checkpoint-2", without=["source"])
+    refused(after, capfd, "checkpoint-2 .*KeyError: 'source'", **RESUMED)
+    write_state(after.run / "checkpoint-2", "[]")
+    refused(after, capfd, "checkpoint-2/trainer_state.json does not hold", **RESUMED)
 
 
 def test_skips_unreadable_metrics_with_a_warning(after, capfd):
@@ -152,6 +128,3 @@ def test_skips_unreadable_metrics_with_a_warning(after, capfd):
     metrics.write_bytes(b"\x80rubbish" + metrics.read_bytes()[8:])
     assert train.main(after.argv(**RESUMED)) == 0 and report.main([str(after.run)]) == 0
     assert "metrics.jsonl:1 holds no metrics" in capfd.readouterr().out
-    metrics.unlink()
-    metrics.mkdir()
-    refused(after, capfd, "metrics.jsonl is a folder", **{**RESUMED, "max_steps": 4})

@@ -1,7 +1,7 @@
-"""The life of a trainer in one Python process, as in a notebook: made anew, and used after its run."""
+"""The life of a trainer in one Python process, as in a notebook."""
 
 import pytest
-from runs import PROMPTS, make_trainer, share_of_a
+from runs import make_trainer, share_of_a
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 ENDED = "this trainer no longer holds output_dir .*resume_from_checkpoint='auto'"
@@ -25,11 +25,3 @@ def test_two_trainers_in_one_process_cannot_share_a_folder(tmp_path):
         with pytest.raises(ValueError, match=ENDED):
             use()
     assert make_trainer(tmp_path, **settings, max_steps=3).train()["steps"] == 3
-
-
-def test_held_out_rows_can_be_measured_after_the_run(tmp_path):
-    trainer = make_trainer(tmp_path, eval_rows=PROMPTS)
-    trainer.train()
-    logged = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    assert trainer.evaluate()["eval/accuracy"] == trainer.state.accuracy_after
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == logged

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from mistakes import Case
 from paths import ROOT
 
@@ -11,6 +12,7 @@ from fastgrpo.chat import main
 from fastgrpo.run.checkpoint import checkpoints, verify
 
 
+@pytest.mark.slow
 def test_a_run_whose_reader_leaves_saves_and_exits_by_sigpipe(tmp_path, saved, monkeypatch):
     case = Case(tmp_path, saved, monkeypatch)
     (case.folder / "test.jsonl").write_text(case.rows.read_text())

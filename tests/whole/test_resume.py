@@ -18,6 +18,7 @@ from fastgrpo.run.log import RunLog
 from fastgrpo.run.resume import newest_good
 
 pytestmark = pytest.mark.usefixtures("without_curves")
+ENTROPY = {"use_adaptive_entropy": True, "entropy_target": 20.0, "entropy_coef_delta": 0.01}
 ADAPTERS = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear"}
 
 
@@ -36,8 +37,8 @@ def go_on(folder, name="run", **settings):
     return trainer
 
 
-# 0: in the first evaluation. 1, 5: between two lines of metrics.jsonl. 4: an evaluation and a save are due. 8: the end.
-@pytest.mark.parametrize("step, dtype", [(n, "float32") for n in (0, 1, 4, 8)] + [(5, "bfloat16")])
+# 0: in the first evaluation. 4: an evaluation and a save are due. 5: between two lines of metrics.jsonl.
+@pytest.mark.parametrize("step, dtype", [(0, "float32"), (4, "float32"), (5, "bfloat16")])
 def test_a_stopped_run_resumes_bit_for_bit(whole, dtype, step, capsys):
     folder, name = whole(dtype), f"stopped-{step}"
     run = stopped(folder, step, name, dtype=dtype)
@@ -48,34 +49,19 @@ def test_a_stopped_run_resumes_bit_for_bit(whole, dtype, step, capsys):
     assert_same_run(run, folder / "whole")
 
 
-@torch.no_grad()
-def rounded(model, name, device):
-    """Quantized as int8 would be, in floats: torchao need not be installed."""
-    for parameter in model.parameters():
-        scale = parameter.abs().amax().clamp(min=1e-9) / 127
-        parameter.copy_((parameter / scale).round() * scale)
-    return model.to(device)
-
-
 @pytest.mark.parametrize(
     "settings, package",
     [
-        (ADAPTERS, None),
-        (ADAPTERS | {"beta": 0.0, "dtype": "bfloat16"}, None),
+        (ADAPTERS | {"dtype": "bfloat16"}, None),
         ({"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_storage": "cpu"}, None),
         ({"ref_storage": "int8"}, "torchao"),
-        ({"ref_storage": "int8", "scale_rewards": "none"}, None),  # a stand-in for torchao: see `rounded`
-        ({"beta": 0.0, "rollout_backend": "hf"}, None),
-        ({"use_adaptive_entropy": True, "entropy_target": 20.0, "entropy_coef_delta": 0.01}, None),
-        ({"reward_errors": "skip", "multi_objective_aggregation": "normalize_then_sum"}, None),
+        ({"beta": 0.0, "rollout_backend": "hf", "multi_objective_aggregation": "normalize_then_sum"} | ENTROPY, None),
     ],
     ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
-def test_resumes_every_kind_of_policy_and_reference_bit_for_bit(tmp_path, settings, package, monkeypatch):
+def test_resumes_every_kind_of_policy_and_reference_bit_for_bit(tmp_path, settings, package):
     if package is not None:
         pytest.importorskip(package)
-    elif settings.get("ref_storage") == "int8":
-        monkeypatch.setattr("fastgrpo.policy.ref_model.quantize", rounded)
     settings = settings | {"max_steps": 6}
     make_trainer(tmp_path, "whole", **settings).train()
     run = stopped(tmp_path, 5, **settings)
@@ -89,6 +75,7 @@ def test_resumes_every_kind_of_policy_and_reference_bit_for_bit(tmp_path, settin
     assert [row["step"] for row in lines(run) if "ref/kl_error" in row] == ([3] if quantized else [])
 
 
+@pytest.mark.slow
 def test_a_bounded_backward_pass_resumes_bit_for_bit(tmp_path):
     """Nearly all of the probability lies on the bytes of a large vocabulary, so that most columns are left out."""
     model = tiny.model(vocab_size=4000)
@@ -106,14 +93,6 @@ def test_a_bounded_backward_pass_resumes_bit_for_bit(tmp_path):
     assert len(kept) == 4 and max(kept) < 0.9  # from 0.9 on, the exact pass would be taken
 
 
-def test_a_resumed_run_does_not_repeat_warnings(tmp_path, capsys):
-    settings = {"beta": 0.0, "loss_type": "grpo", "num_iterations": 1}
-    stopped(tmp_path, 5, **settings)
-    go_on(tmp_path, **settings)
-    said = capsys.readouterr().out
-    assert said.count("a loss near 0 is expected") == 1 and said.count("warning: more than half") == 1
-
-
 def test_resuming_a_finished_run_changes_nothing(whole):
     folder = whole()
     before = (folder / "whole" / "metrics.jsonl").read_bytes()
@@ -127,7 +106,7 @@ def crashed(folder, name, step):
     return folder / name
 
 
-def test_an_error_loses_no_metrics(whole, capsys):
+def test_an_error_loses_no_metrics(whole):
     folder = whole()
     run = crashed(folder, "error", 6)
     assert [row["step"] for row in lines(run)] == [0, 3, 4, 5]
@@ -135,11 +114,6 @@ def test_an_error_loses_no_metrics(whole, capsys):
     assert two[1] > two[0]
     go_on(folder, "error")
     assert_same_run(run, folder / "whole")
-    run = crashed(folder, "lost", 6)
-    (run / "metrics.jsonl").write_text("")
-    go_on(folder, "lost")
-    assert "metrics.jsonl has lost lines" in capsys.readouterr().out
-    assert [row["step"] for row in lines(run)] == [6, 8, 8]
 
 
 def test_skips_and_renames_damaged_checkpoints(whole, capsys):
@@ -218,8 +192,7 @@ def test_refuses_to_start_if_all_checkpoints_are_damaged(tmp_path):
     "path, output_dir, match",
     [
         ("nowhere", None, "no such folder"), ("run", None, "checkpoint-STEP"),
-        ("run/checkpoint-2/..", None, "checkpoint-STEP"), ("run/checkpoint-2", "other", "its own run folder"),
-        ("run/checkpoint-2", None, "manifest.json is missing"),
+        ("run/checkpoint-2", "other", "its own run folder"),
     ],
 )  # fmt: skip
 def test_rejects_paths_that_are_not_checkpoints(tmp_path, path, output_dir, match):

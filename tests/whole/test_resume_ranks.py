@@ -2,7 +2,6 @@
 
 As a script it forks ranks; the arguments are a folder, the folder of the runs, and a size:
 
-killed    a run whose two ranks are killed inside of saves
 small     runs that crash and go on, and runs that do not, on two ranks
 kills     runs whose two ranks are killed again and again
 others    runs that one process has begun, and runs that crash, with which one process can go on
@@ -64,54 +63,40 @@ def same_ranks(top, mode):
     go_on(top, mode, mode)
 
 
-def killed(top, run, mode, which, kind, moment, **more):
+def killed(top, run, mode, which, kind, moment):
     """Go on with a run, but end some of its ranks by SIGKILL at a moment, whichever thread comes to it.
 
     `kind` is "exchange", as a rank begins one, or "file", as it does something to the files of the run. `moment` is its
-    name, or its number, which is passed where the run ends before.
+    number, which is passed where the run ends before.
     """
     there, lock, begun = top / run, threading.Lock(), Counter()
-    found = sorted(path.name for path in there.glob("*checkpoint-*")) if there.exists() else []
-    print(f"begins with {found}", flush=True)
     mine = int(os.environ["RANK"]) in which
 
-    def reached(of_kind, what):
+    def reached(of_kind):
         with lock:
             begun[of_kind] += 1
-            now = moment == what if isinstance(moment, str) else begun[of_kind] >= moment
-            if mine and kind == of_kind and now:
+            if mine and kind == of_kind and begun[of_kind] >= moment:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     waiting, fsync = Ranks.waiting, os.fsync
 
     def entered(ranks, what):
         if ranks.size > 1:
-            reached("exchange", " in ".join(reversed([*ranks._inside, what])))
+            reached("exchange")
         return waiting(ranks, what)
 
     def synced(descriptor):
-        reached("file", "os.fsync")
+        reached("file")
         fsync(descriptor)
 
     def audited(event, arguments):
         if event in DOINGS and isinstance(arguments[0], (str, Path)) and there in Path(arguments[0]).parents:
-            reached("file", f"{event} {Path(arguments[0]).name}")
+            reached("file")
 
     if which:
         Ranks.waiting, os.fsync = entered, synced
         sys.addaudithook(audited)
-    go_on(top, run, mode, **more)
-
-
-def kills_in_saves(top):
-    kills = [
-        ((1,), "exchange", "the shards of checkpoint-4"),
-        ((0,), "file", "os.rename .tmp-checkpoint-4"),
-        ((), None, None),
-    ]
-    whole = {"fsdp2-whole": partial(train, top, "fsdp2-whole", "fsdp2", max_steps=4)}
-    killed_at = partial(killed, top, "killed", "fsdp2", max_steps=4)
-    return whole | {f"kill-{i}": partial(killed_at, *kill) for i, kill in enumerate(kills)}
+    go_on(top, run, mode)
 
 
 def small(top):
@@ -141,7 +126,7 @@ def others(top):
     return runs | {f"2-1-{mode}": partial(crashed, top, f"2-1-{mode}", mode, crash(5, share_of_a)) for mode in MODES}
 
 
-SIZES = {"killed": kills_in_saves, "small": small, "kills": kills, "others": others}
+SIZES = {"small": small, "kills": kills, "others": others}
 
 
 def started(folder, size):
@@ -151,16 +136,6 @@ def started(folder, size):
         tiny.save(top / "model")
     (folder / size).mkdir()
     return top, forked(__file__, folder / size, top, size, limit=CASE * (1 + len(SIZES[size](top))))
-
-
-def test_kills_during_saves_keep_earlier_checkpoints(tmp_path):
-    """Rank 1 while both write checkpoint-4; then rank 0 as it gets its name; then the run goes on to its end."""
-    top, ended = started(tmp_path, "killed")
-    assert [ended(f"kill-{kill}")[0] for kill in range(3)] == [[1, -9], [-9, 1], [0, 0]]
-    for kill in (1, 2):
-        assert ended(f"kill-{kill}")[1][0].startswith("begins with ['.tmp-checkpoint-4', 'checkpoint-2']\n")
-    assert not list((top / "killed").glob(".tmp-*"))
-    assert_same_run(top / "killed", top / "fsdp2-whole")
 
 
 def assert_close(run, whole):

@@ -1,13 +1,10 @@
 """A run with tools that was stopped goes on to the last bit; and two ranks draw what one process draws."""
 
-import signal
-from functools import partial
-
 import pytest
 from ranks import forked
-from resumed import Crash, acting, assert_same_run
+from resumed import Crash, assert_same_run
 from runs import lines
-from tool_runs import OF_RANKS, Counter, make_trainer, patch, reward
+from tool_runs import OF_RANKS, Counter, make_trainer, patch
 
 from fastgrpo.rollout.engine import RolloutEngine
 
@@ -15,19 +12,14 @@ pytestmark = pytest.mark.usefixtures("without_curves")
 SETTINGS = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "environment_factory": Counter}
 
 
-@pytest.fixture
-def whole(tmp_path, monkeypatch):
+def test_a_stopped_run_with_an_environment_resumes_bit_for_bit(tmp_path, monkeypatch):
+    """It is stopped in the middle of drawing step 4, while tools are called."""
     patch(monkeypatch.setattr)
     make_trainer(tmp_path, name="whole", **SETTINGS).train()
-    return tmp_path / "whole"
-
-
-def test_a_stopped_run_with_an_environment_resumes_bit_for_bit(tmp_path, whole, monkeypatch):
-    """It is stopped in the middle of drawing step 4, while tools are called; and by SIGTERM after step 1."""
     steps, step = [], RolloutEngine.step
 
     def crashing(engine):
-        if len(lines(tmp_path / "middle")) == 3:
+        if len(lines(tmp_path / "stopped")) == 3:
             steps.append(engine)
             if len(steps) == 8:
                 raise Crash
@@ -36,15 +28,12 @@ def test_a_stopped_run_with_an_environment_resumes_bit_for_bit(tmp_path, whole, 
     with monkeypatch.context() as patched:
         patched.setattr(RolloutEngine, "step", crashing)
         with pytest.raises(Crash):
-            make_trainer(tmp_path, name="middle", **SETTINGS).train()
-    stop = acting(1, partial(signal.raise_signal, signal.SIGTERM), reward)
-    with pytest.raises(SystemExit):
-        make_trainer(tmp_path, name="between", reward=stop, **SETTINGS).train()
-    for name in ("middle", "between"):
-        make_trainer(tmp_path, name=name, resume_from_checkpoint="auto", **SETTINGS).train()
-        assert_same_run(tmp_path / name, whole)
+            make_trainer(tmp_path, name="stopped", **SETTINGS).train()
+    make_trainer(tmp_path, name="stopped", resume_from_checkpoint="auto", **SETTINGS).train()
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_two_ranks_draw_what_one_process_draws(tmp_path, monkeypatch):
     patch(monkeypatch.setattr)
     make_trainer(tmp_path, name="one", **OF_RANKS).train()
