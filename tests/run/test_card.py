@@ -26,6 +26,8 @@ def test_metadata_is_what_the_hub_reads():
         "model_name": "sums-1", "pipeline_tag": "text-generation",
         "tags": ["generated_from_trainer", "fastgrpo", "grpo"],
     }  # fmt: skip
+    supervised = card(SFTConfig, task="sums", max_steps=5)
+    assert ModelCard(supervised).data.tags[-1] == "sft" and "2402.03300" not in supervised
 
 
 def test_text_describes_data_settings_and_results():
@@ -51,11 +53,6 @@ def test_adapters_name_their_rank_and_library():
     assert "accuracy" not in written.replace("`accuracy", "")  # nothing was evaluated
 
 
-def test_supervised_training_cites_no_grpo():
-    written = card(SFTConfig, task="sums", max_steps=5)
-    assert ModelCard(written).data.tags[-1] == "sft" and "2402.03300" not in written
-
-
 def test_contains_no_local_paths(tmp_path):
     """A folder is named by its last part only, and is neither base_model nor a data set of the hub."""
     base, rows = tmp_path / "secret" / "base", tmp_path / "secret" / "rows.jsonl"
@@ -66,12 +63,9 @@ def test_contains_no_local_paths(tmp_path):
     assert "`base`, a folder or file, was trained" in written and "`rows.jsonl`" in written and "secret" not in written
     assert not {"base_model", "datasets"} & set(ModelCard(written).data.to_dict())
     assert "A model that was made in Python was trained" in card(base="")
-    written = card(system_prompt="Think | `first`\n\nthen answer. " * 9)  # a long setting fits its cell
-    (line,) = [line for line in written.splitlines() if line.startswith("| `system_prompt`")]
-    assert "Think \\| 'first' then answer." in line and line.rstrip(" |").endswith("...`")
 
 
-def test_distinguishes_hub_names_from_paths_in_any_working_directory(tmp_path, monkeypatch):
+def test_distinguishes_hub_names_from_paths():
     assert on_hub("Qwen/Qwen2.5-0.5B", {}) and on_hub("gpt2", {})
     for name in ("a/b/c", "model.gguf", "o/rows.jsonl", "/data/model", "./model", ""):
         assert not on_hub(name, {})
@@ -79,8 +73,3 @@ def test_distinguishes_hub_names_from_paths_in_any_working_directory(tmp_path, m
     assert not on_hub("runs/mine", read) and on_hub("runs/other", read)
     written = card(base="runs/mine", inputs=read, task="dataset", dataset_name="my/rows")
     assert not {"base_model", "datasets"} & set(ModelCard(written).data.to_dict())
-    before = card(base="gpt2")
-    monkeypatch.chdir(tmp_path)
-    for name in ("gpt2", "openai/gsm8k"):
-        (tmp_path / name).mkdir(parents=True)
-    assert card(base="gpt2") == before and ModelCard(before).data.base_model == "gpt2"

@@ -11,7 +11,6 @@ import torch
 from runs import lines, make_trainer
 
 from fastgrpo import GRPOConfig
-from fastgrpo.rewards.call import Rewards
 from fastgrpo.run.health import CHECKS, Watch
 from fastgrpo.run.metrics import METRICS
 from fastgrpo.trainer.optim import MasterAdamW
@@ -97,35 +96,6 @@ def test_ten_skipped_updates_in_a_row_stop_the_run_and_name_the_last_good_checkp
         observe(2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("where", ["gradient", "loss"])
-def test_non_finite_updates_change_no_weights(dtype, value, where):
-    model = tiny.model().to(dtype)
-    optimizer = MasterAdamW(model, learning_rate=0.1, weight_decay=0.1)
-
-    def backward(factor):
-        sum((parameter * factor).float().sum() for parameter in model.parameters()).backward()
-
-    backward(1.0)
-    assert optimizer.step(1.0, torch.tensor(0.5)).isfinite()
-
-    def state():
-        tensors = [*model.parameters(), *optimizer.masters]
-        tensors += [tensor for master in optimizer.masters for tensor in optimizer.adamw.state[master].values()]
-        return [tensor.detach().clone() for tensor in tensors]
-
-    before = state()
-    backward(value if where == "gradient" else 1.0)
-    norm = optimizer.step(1.0, torch.tensor(value if where == "loss" else 0.5))
-    assert norm.isnan()
-    assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
-    assert all(master.grad is None for master in optimizer.masters)
-    backward(1.0)
-    assert optimizer.step(1.0, torch.tensor(0.5)).isfinite()
-    assert not all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
-
-
 @pytest.mark.gpu
 def test_skipping_an_update_causes_no_sync():
     model = tiny.model().to("cuda", torch.bfloat16)
@@ -173,20 +143,9 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, capsys):
     assert out.count("a loss near 0 is expected on the first update of a rollout") == 1
 
 
-@pytest.mark.parametrize("idle", [False, True])
-def test_ten_skipped_updates_end_the_run(tmp_path, idle):
-    """Minibatches that teach nothing do not count: with them, one of the two updates of a step is skipped."""
-
-    def flat_for_b(prompts, completions, **_):
-        return [float(i) if "b" in prompt else 0.0 for i, prompt in enumerate(prompts)]
-
-    trainer = spoilt_trainer(
-        tmp_path, range(1 if idle else 3, 100), max_steps=50, save_steps=5, updates_per_rollout=1 + idle
-    )
-    if idle:
-        trainer.rewards = trainer.collector.rewards = Rewards([flat_for_b])
-    good = "checkpoint-5" if idle else "checkpoint-10"
-    with pytest.raises(ValueError, match=rf"10 updates in a row[^\n]*\n  the last good checkpoint is .*{good}"):
+def test_ten_skipped_updates_end_the_run(tmp_path):
+    trainer = spoilt_trainer(tmp_path, range(3, 100), max_steps=50, save_steps=5)
+    with pytest.raises(ValueError, match=r"10 updates in a row[^\n]*\n  the last good checkpoint is .*checkpoint-10"):
         trainer.train()
-    assert trainer.state.global_step == (10 if idle else 12)
+    assert trainer.state.global_step == 12
     assert sum(row["skipped_updates"] for row in lines(tmp_path / "run")) >= 9

@@ -34,7 +34,6 @@ def test_metrics_are_means_over_logging_steps(tmp_path):
     "name, values, logged",
     [
         ("ratio/max", [3.0, 9.0, 1.0], 9.0), ("rollout/logp_gap_max", [0.1, 0.3, 0.2], 0.3),
-        ("memory/peak_gib", [2.0, 1.0, 1.0], 2.0), ("completions/max_length", [4, 7, 5], 7),
         ("completions/min_length", [4, 2, 5], 2), ("skipped_updates", [1, 0, 2], 3),
         ("rewards/judge/errors", [1, 0, 2], 3), ("api/errors", [1, 0, 2], 1),
         ("tools/calc/calls", [4, 0, 2], 6), ("tools/calc/latency_s", [4.0, None, 2.0], 3.0),
@@ -78,11 +77,10 @@ def test_every_line_goes_to_the_trackers(tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, package", [("trackio", "trackio"), ("tensorboard", "torch.utils.tensorboard")])
-def test_a_missing_package_is_named(tmp_path, monkeypatch, name, package):
-    monkeypatch.setitem(sys.modules, package, None)  # import raises ImportError
-    with pytest.raises(ValueError, match=f"report_to {name} .*pip install {name}"):
-        make_log(tmp_path, report_to=name)
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)  # import raises ImportError
+    with pytest.raises(ValueError, match=r"report_to trackio .*pip install trackio"):
+        make_log(tmp_path, report_to="trackio")
     make_log(tmp_path).close()  # the failed start left the folder free
 
 
@@ -130,14 +128,11 @@ def test_lines_are_json_whatever_the_numbers_and_texts_are(tmp_path):
 @pytest.mark.parametrize(
     "values, made",
     [
-        ({"reward": 1.0, "kl": math.nan}, {"reward": 1.0, "kl": None}),
         ({"eval_a/reward": 1.0, "eval/reward": 2.0}, {"eval_a_reward": 1.0, "eval_reward": 2.0}),
         ({"eval/reward": 1.0, "eval/sampled/reward": 0.5}, {"eval_reward": 0.5}),  # sampled before greedy
         ({"test/accuracy": 0.5, "test/time": 1.0}, {"test_accuracy": 0.5, "test_runtime": 1.0}),
-        ({"test_b/loss": 0.5}, {"test_b_loss": 0.5}),
         # what is logged in training keeps its name
         ({"time/loss": 1.0, "time/reward": 2.0, "loss": 3.0, "rewards/length/mean": 1.0, "learning_rate": 0.1}, None),
-        ({"learning_rate": 0.1, "judge/time": 2.0, "judge/calls": 3.0, "eval/mean_length": 4.0}, None),
     ],
 )
 def test_an_entry_of_the_history_has_trls_names(values, made):
@@ -226,7 +221,7 @@ def test_pandas_reads_the_completions(tmp_path):
     assert list(talk["prompt"][0]) == TALK["prompt"] and talk["right"].isna().all()
 
 
-@pytest.mark.parametrize("odd", [[{}], [[{"a": {}}]], [{"b": [{}]}], [1, "a", {"b": [None]}]])
+@pytest.mark.parametrize("odd", [[{}], [1, "a", {"b": [None]}]])
 def test_values_that_parquet_has_no_type_for_are_json(tmp_path, odd):
     rows = [{**LINE, "completion": "\ud800", "odd": value} for value in odd]
     read = pandas.read_parquet(write_parquet(tmp_path, 5, columns_of(rows)))

@@ -3,7 +3,6 @@
 import gzip
 import json
 import time
-from unittest.mock import MagicMock
 
 import pytest
 import tiny
@@ -95,39 +94,8 @@ def test_profile_writes_a_trace_and_a_table(tmp_path, capsys, without_curves):
         assert {f"time/{stage}" for stage in STAGES} <= set(row)
 
 
-def test_profiling_needs_its_steps(tmp_path):
-    with pytest.raises(ValueError, match="profile=3 needs at least 8 steps"):
-        make_trainer(tmp_path, max_steps=7, profile=3)
-
-
-PEAKS = [("H200", 989e12), ("H100 PCIe", 756e12), ("L40S", 362e12), ("L4", 121e12), ("A10", 125e12), ("T4", None)]
-
-
-@pytest.mark.parametrize("name, peak", PEAKS)
+@pytest.mark.parametrize("name, peak", [("H100 PCIe", 756e12), ("L4", 121e12), ("T4", None)])
 def test_reports_the_peak_memory_of_a_gpu(name, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {name}")
     assert peak_flops(torch.device("cuda"), torch.bfloat16) == peak
     assert peak_flops(torch.device("cuda"), torch.float32) is None is peak_flops(torch.device("cpu"), torch.bfloat16)
-
-
-def test_the_end_of_a_step_waits_for_its_own_stream_only(monkeypatch):
-    """The copies of a checkpoint run on another stream, and may take longer than the step."""
-    events = []
-
-    def event(enable_timing):
-        events.append(MagicMock(**{"elapsed_time.return_value": 1e3}))
-        return events[-1]
-
-    for name, stand_in in (
-        ("Event", event), ("current_stream", lambda device: "own"), ("reset_peak_memory_stats", lambda device: None),
-        ("max_memory_allocated", lambda device: 2**30), ("synchronize", None),
-    ):  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    timer = StageTimer(torch.device("cuda"))
-    timer.start()
-    with timer.stage("forward"):
-        pass
-    values = timer.stop()
-    assert (values["time/forward"], values["memory/peak_gib"]) == (1, 1)
-    assert [event.synchronize.call_count for event in events] == [0, 0, 0, 1]
-    assert all(event.record.call_args.args == ("own",) for event in events)

@@ -109,27 +109,24 @@ def test_makes_every_run_once_and_continues_after_a_failure(make, tmp_path, caps
     os.utime(settings, (after, after))  # as where it was resumed, and goes on
     assert not figures_of(run, folder)
     os.utime(settings, (0, 0))
-    for text in ('{"steps": 1', "{}"):
-        summary.write_text(text)
-        assert not figures_of(run, folder), text
+    summary.write_text('{"steps": 1')
+    assert not figures_of(run, folder)
     before = sorted(folder.rglob("*"))
-    for changes in ({"resume_from_checkpoint": "auto"}, {"overwrite_output_dir": True}, {}):
-        with pytest.raises(ValueError, match=f"output_dir {folder} holds a sweep"):
-            open_run(GRPOConfig(output_dir=str(folder), **changes), print)
+    with pytest.raises(ValueError, match=f"output_dir {folder} holds a sweep"):
+        open_run(GRPOConfig(output_dir=str(folder), overwrite_output_dir=True), print)
     assert sorted(folder.rglob("*")) == before
 
 
-@pytest.mark.parametrize("number, error", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_a_signal_stops_the_runs(make, tmp_path, capsys, number, error):
+def test_a_signal_stops_the_runs(make, tmp_path, capsys):
     """The run that has begun is asked to save, and no other one is started."""
 
     def stop_once_it_runs():
         while not (tmp_path / "sweep" / RUNS[0] / "metrics.jsonl").exists():
             time.sleep(0.01)
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=stop_once_it_runs, daemon=True).start()
-    with pytest.raises(error):
+    with pytest.raises(SystemExit):
         make({name: "wait" for name in RUNS})
     assert "the sweep was stopped; to continue it, repeat the command" in capsys.readouterr().out
     assert not (tmp_path / "sweep" / RUNS[1]).exists()

@@ -46,13 +46,26 @@ def test_reports_the_norm_before_clipping():
     assert learner.step([], sum_over_completions(model)) == (0, None) and torch.equal(weights_of(model), before)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def bad_gradient(head):
+    """0, with infinite gradients."""
+    return (head - head.detach()).sum().sqrt()
+
+
+@pytest.mark.parametrize("bad", [lambda head: torch.nan, lambda head: torch.inf, bad_gradient])
 def test_non_finite_updates_change_no_weights_and_the_schedule_continues(bad):
     model, learner = updater_of()
-    learner.step(samples_of(), sum_over_completions(model))
-    before, rate = weights_of(model), learner.schedule.get_last_lr()[0]
-    loss = sum_over_completions(model)
-    assert learner.step(samples_of(), lambda part, batch: bad * loss(part, batch))[0].isnan()
-    assert torch.equal(weights_of(model), before)
+    optimizer, loss = learner.optimizer, sum_over_completions(model)
+    learner.step(samples_of(), loss)
+
+    def state():
+        tensors = [*model.parameters(), *optimizer.masters]
+        tensors += [tensor for master in optimizer.masters for tensor in optimizer.adamw.state[master].values()]
+        return [tensor.detach().clone() for tensor in tensors]
+
+    before, rate = state(), learner.schedule.get_last_lr()[0]
+    spoilt = bad(model.get_output_embeddings().weight)
+    assert learner.step(samples_of(), lambda part, batch: spoilt + loss(part, batch))[0].isnan()
+    assert all(torch.equal(*pair) for pair in zip(before, state(), strict=True))
     assert learner.schedule.get_last_lr()[0] > rate
-    assert learner.step(samples_of(), loss)[0].isfinite() and not torch.equal(weights_of(model), before)
+    assert learner.step(samples_of(), loss)[0].isfinite()
+    assert not all(torch.equal(*pair) for pair in zip(before, state(), strict=True))
