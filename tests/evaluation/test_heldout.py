@@ -4,7 +4,6 @@ import pytest
 import tiny
 
 from fastgrpo.data.records import TrainerState
-from fastgrpo.evaluation.estimators import MAX_DRAWS
 from fastgrpo.evaluation.heldout import Evaluation, beside, comparison, draws_reported, evaluate
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout.engine import RolloutEngine
@@ -50,11 +49,6 @@ def test_completions_of_the_same_draw_stand_beside_each_other():
         ["'p1'", "1", "right: a11", "wrong: b11"],
         ["'p0'", "greedy", "right: agreedy0", "wrong: bgreedy0"],
     ]
-
-
-def test_too_many_draws_are_refused():
-    with pytest.raises(ValueError, match=f"eval_num_generations must be at most {MAX_DRAWS}, got {MAX_DRAWS + 1}"):
-        evaluate(None, None, [], None, SamplingParams(), TrainerState(0, 0, 0.0, 8), num_generations=MAX_DRAWS + 1)
 
 
 def test_reports_progress_from_the_first_token_to_the_end():

@@ -41,10 +41,6 @@ def constant(completions, **columns):
     return [0.5] * len(completions)
 
 
-def by_prompt(prompts, **columns):
-    return [float(prompt[-1]) for prompt in prompts]
-
-
 def gives_nan(completions, **columns):
     return [math.nan if reward == 9 else reward for reward in good(completions)]
 
@@ -86,10 +82,6 @@ def misses(completions, solution, **columns):
     return good(completions)
 
 
-def raises(completions, **columns):
-    raise RuntimeError("no such thing")
-
-
 def by_length(completions, **columns):
     return [float(len(text)) for text in completions]
 
@@ -127,7 +119,7 @@ def test_reports_mean_deviation_spread_and_time():
 
 
 @pytest.mark.parametrize("function, words", [
-    (constant, "constant"), (by_prompt, "never differs within a group"), (gives_nan, "returns NaN"),
+    (constant, "constant"), (gives_nan, "returns NaN"),
     (by_order, "depends on the order"), (by_others, "set group_wise = True"), (random, "is random"),
     (mutates, r"changes its arguments \(completions\)"), (mutates_async, r"changes its arguments \(answer\)"),
     (lambda completions, **columns: good(completions), "cannot be pickled"),
@@ -146,8 +138,7 @@ def test_completions_may_lack_what_a_check_needs():
 
 
 @pytest.mark.parametrize("function, words", [
-    (misses, "needs the column 'solution'"), (raises, "RuntimeError: no such thing"),
-    (lambda **_: [1.0], "must return a list"), (lambda **_: [None] * 12, "gives no completion a reward"),
+    (misses, "needs the column 'solution'"), (lambda **_: [None] * 12, "gives no completion a reward"),
 ])  # fmt: skip
 def test_faults_without_any_reward(function, words):
     found = check(function)
@@ -161,9 +152,6 @@ def test_slow_completions_are_counted_and_skipped():
     assert found.best[1] == 8 and found.spread == 1
     (warning,) = found.warnings
     assert "longer than 2 s for 1 completions, the first 'it is 9'" in warning
-    found = check(hangs_on_9, [group([9], "p")], timeout=0.1)  # all take too long
-    assert found.timeouts == 1 and found.best is None and math.isnan(found.mean)
-    assert "longer than 0.1 s" in found.warnings[0]
     own = Own()
     assert check(own, timeout=3).warnings == [] and own.seconds == 3
 

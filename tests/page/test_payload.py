@@ -7,11 +7,10 @@ import re
 import pytest
 from page_runs import sample, write_run
 
-from fastgrpo.page import payload as shape
-from fastgrpo.page.payload import FEWEST, POINTS, WARNINGS, about, headline, kept_of, payload, stretches_of
+from fastgrpo.page.payload import POINTS, WARNINGS, headline, kept_of, payload, stretches_of
 from fastgrpo.page.reading import find_runs, json_lines, names_of, read_run
 from fastgrpo.page.render import SCRIPTS, asset, policy, render
-from fastgrpo.run.curves import PANELS, Panel
+from fastgrpo.run.curves import PANELS
 from fastgrpo.run.folder import note
 
 
@@ -90,30 +89,6 @@ def test_the_figures_of_an_unfinished_run(tmp_path):
     assert found["Held-out accuracy"] == ("0.500", "at step 2 95%: 0.400 to 0.600")
     assert found["Steps"][0] == "4" and found["Steps"][1].startswith("of 100; not finished")
     assert found["Time"] == ("2 s", "in steps, 0.5 s per step") and found["Peak memory"] == ("2 GiB", "")
-    assert {row["label"]: row["value"] for row in about(run)} == {
-        "task": "arithmetic", "model": "the task's own small model", "training": "GRPO with the loss dapo",
-        "rewards": "a, b", "seed": "0",
-    }  # fmt: skip
-
-
-def test_odd_values_leave_their_figure_out(tmp_path):
-    (tmp_path / "metrics.jsonl").touch()
-    run = read_run(tmp_path, "a")
-    assert figures(run).keys() == {"Steps"} and about(run) == [] and (run.series, run.last_step) == ({}, 0)
-    config = {"reward_funcs": 3, "device": "auto", "dtype": "float32"}
-    summary = {"steps": 4, "wall_seconds": float("nan")}
-    run = read_run(write_run(tmp_path, config=config, summary=summary, step_time=lambda step: 1e308), "a")
-    assert "Time" not in figures(run)
-    assert {"label": "dtype", "value": "float32"} in about(run) and "device" not in str(about(run))
-
-
-def test_numbers_and_settings_as_text(tmp_path):
-    values = (0, 0.5, -12.3456, 123456, 1e-5)
-    assert [shape.number(value) for value in values] == ["0.000", "0.500", "-12.346", "1.23e+05", "1e-05"]
-    assert [shape.duration(value) for value in (1.234, 75, 7322)] == ["1.23 s", "1 min 15 s", "2 h 2 min"]
-    assert [shape.text_of(value) for value in ("a", None, 1e-05, ["ü"])] == ["a", "null", "1e-05", '["ü"]']
-    (tmp_path / "metrics.jsonl").write_text('{"step": 5, "step_time": 2.0}\n{"step": 8, "step_time": 1.0}\n')
-    assert shape.cumulative_seconds(read_run(tmp_path, "a")) == {5: 10.0, 8: 13.0}  # a line averages all of its steps
 
 
 # Curves.
@@ -166,21 +141,6 @@ def test_a_long_run_is_thinned_and_says_so(tmp_path):
     assert run["axes"]["step"][-1] == 4_000 and run["axes"]["seconds"][-1] == 2_000
     assert "at most 2,000 points" in run["note"]
     assert len(run["warnings"]) == WARNINGS + 1 and run["warnings"][-1]["text"].startswith("7 more warnings")
-
-
-def test_many_runs_share_the_room_of_a_page(tmp_path):
-    page = payload([read_run(write_run(tmp_path / "a", 1_000), "a")] * 20, PANELS)
-    assert page["title"] == "20 runs" and len({run["color"] for run in page["runs"]}) == 10
-    assert all(len(run["series"]["reward"]["at"]) <= FEWEST for run in page["runs"])
-
-
-def test_every_page_shows_lengths_and_informative_groups(tmp_path):
-    """The panels of a task may leave them out, and are not shown twice where they do not."""
-    every = dict.fromkeys(("own", *(panel.metrics[0] for panel in PANELS)), lambda step: 1.0)
-    run, own = read_run(write_run(tmp_path / "a", **every), "a"), Panel("Own", "unit", ("own",))
-    titles = ["Own", "Completion length", "Informative groups"]
-    assert [panel["title"] for panel in payload([run], [own])["panels"]] == titles
-    assert len(payload([run], PANELS)["panels"]) == len(PANELS)
 
 
 def test_supervised_runs_and_runs_without_a_line_have_no_rewards(tmp_path):

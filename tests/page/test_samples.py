@@ -9,7 +9,7 @@ import pytest
 from page_runs import TOOLS, sample
 
 from fastgrpo.page.render import ESCAPES
-from fastgrpo.page.samples import BINS, COLUMNS, Block, Plan, SampleFile, read_samples
+from fastgrpo.page.samples import BINS, COLUMNS, Block, SampleFile, read_samples
 
 ALL = "All samples in samples.jsonl are in this page."
 TOKENS = {
@@ -89,12 +89,10 @@ def test_shows_conversations(tmp_path):
 @pytest.mark.parametrize(("given", "kept"), [
     ({"rewards": {"a": None, "b": "x", "c": 1e999}}, {"rewards": {"a": None, "b": None, "c": None}}),
     ({"advantage": 10**400, "rewards": [1]}, {"advantage": None, "rewards": {}}),
-    ({"completion": None, "finish_reason": None}, {"text": "", "finish_reason": ""}),
     ({"completion": "a\ud800b\x00\x1b\u202e"}, {"text": "a\ufffdb\x00\x1b\u202e"}),
     ({"mine": {"deep": [1]}, "big": -1e999}, {"extras": {"mine": '{"deep": [1]}', "big": None}}),
     (TOKENS | {"token_ends": [2, 1, 3]}, dict.fromkeys(TOKENS)),
     (TOKENS | {"logps": [-1.0]}, {"logps": None, "ratios": [1, 1.25, 0.9999]}),
-    (TOKENS | {"clipped_tokens": ["x"]}, {"clipped_tokens": []}),
 ])  # fmt: skip
 def test_replaces_invalid_values(tmp_path, given, kept):
     samples = samples_of(written(tmp_path, row(**given)))
@@ -148,11 +146,6 @@ def test_the_note_names_everything_that_is_missing(tmp_path):
     assert text == "x" * 500 + " […2,504 more characters are not in this page]"
     none = samples_of(tmp_path, 100)
     assert none["steps"] == [] and "No sample fits into the 100 bytes" in none["note"]
-    plan, count = Plan(steps=10_000, groups=64), 0
-    while plan:  # however little fits in, plans become smaller until there is none
-        before, plan, count = plan, plan.smaller(fitted=0), count + 1
-        assert plan != before
-    assert count < 30
 
 
 def test_a_large_file_is_not_held_in_memory(tmp_path):
@@ -189,8 +182,7 @@ def test_reads_groups_by_their_position():
 
 
 @pytest.mark.parametrize("damaged", [
-    b"\0" * 50, b"[1]", b'{"step": 1}', b'{"step": true, "group": 0}', b'{"step": 1, "group": 0, "completion": "x',
-    b'{"a":' * 9999 + b"}", b'{"step": ' + b"1" * 5000 + b', "group": 0}',
+    b"\0" * 50, b'{"step": 1}', b'{"step": 1, "group": 0, "completion": "x', b'{"a":' * 9999 + b"}",
 ])  # fmt: skip
 def test_damaged_lines_are_counted(damaged):
     file = opened(line(1, 0, "a"), damaged + b"\n", line(1, 0, "b"))
@@ -248,8 +240,7 @@ def test_rewards_are_weighted_like_those_of_the_run_and_a_resumed_step_counts_on
     assert found["step"] == [1, 2, 3] and found["counts"] == [[1, 0], [0, 1], [0, 1]]
 
 
-@pytest.mark.parametrize("values", [(1e308, -1e308), (5e-10, 1e300), (10**400, 1.0), (float("nan"), 1.0), ("x", 1.0)])
-@pytest.mark.parametrize("weights", [(), ["x"], 5, [2.0]])
-def test_histogram_accepts_any_number(tmp_path, values, weights):
-    found = histogram(written(tmp_path, *(sample(1, 0.0, rewards={"right": value}) for value in values)), weights)
+@pytest.mark.parametrize("values", [(1e308, -1e308), (10**400, 1.0), (float("nan"), 1.0)])
+def test_histogram_accepts_any_number(tmp_path, values):
+    found = histogram(written(tmp_path, *(sample(1, 0.0, rewards={"right": value}) for value in values)), [2.0])
     assert found is None or sum(map(sum, found["counts"])) in (1, 2)

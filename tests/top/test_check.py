@@ -45,17 +45,7 @@ def test_a_model_draws_the_completions(rows, tmp_path, capsys):
     assert "of the completions are truncated at --max_completion_length 3" in capsys.readouterr().out
 
 
-def test_wrong_arguments_exit_with_code_2(rows, tmp_path, capsys):
-    assert main(["--dataset", rows]) == 2
-    assert "--reward_funcs" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("row, words", [
-    ({"prompt": "p"}, "no completion"), ({"prompt": "p", "completion": [5]}, "a completion must be a string"),
-    ({"prompt": "p", "completion": [{"content": "6"}]}, "message 0 of a completion has no 'role'"),
-    ({"prompt": 5, "completion": ["6"]}, "the prompt must be a string"),
-])  # fmt: skip
-def test_refuses_completions_that_are_no_text_and_prompts_that_training_refuses(row, words, rows, tmp_path, capsys):
-    (tmp_path / "bad.jsonl").write_text(json.dumps(row))
+def test_refuses_completions_that_are_no_text(rows, tmp_path, capsys):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "p", "completion": [5]}')
     assert main(["--reward", "checked_rewards:same", "--dataset", str(tmp_path / "bad.jsonl")]) == 2
-    assert words in capsys.readouterr().err
+    assert "a completion must be a string" in capsys.readouterr().err

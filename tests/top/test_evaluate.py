@@ -111,24 +111,6 @@ def test_the_accuracy_of_one_prompt_is_that_of_its_draws():
     assert run(["7"], []).metrics()["eval/accuracy"] == 0 and not run(["7"], []).intervals
 
 
-def test_averages_logged_metrics_of_reward_functions():
-    def judge(completions, log_metric, **columns):
-        return [log_metric("sevens", text.count("7")) or 0.0 for text in completions]
-
-    values = run(["77", "1"], ["7", "7", "1", "7"], judge).values
-    assert (values["eval/sevens"], values["eval/sampled/sevens"]) == (1.0, 0.75)
-
-
-def test_every_completion_is_kept():
-    rows = measured()[0].rows
-    assert [row["draw"] for row in rows] == ["greedy", "greedy", 0, 1, 2, 3, 0, 1, 2, 3]
-    assert [row["problem"] for row in rows] == [0, 1, 0, 0, 0, 0, 1, 1, 1, 1]
-    assert rows[1] == {
-        "problem": 1, "draw": "greedy", "prompt": "6x7 again?", "completion": "<answer>7</answer>", "right": False,
-        "rewards": {"correctness": 0.0, "format_reward": pytest.approx(0.3)}, "finish_reason": "stop", "tokens": 18,
-    }  # fmt: skip
-
-
 def moody(completions, **_):
     verdicts = {"none": None, "?": float("nan")}
     return [verdicts.get(text, float(text != "The answer is C")) for text in completions]
@@ -139,11 +121,8 @@ def test_missing_rewards_votes_and_failures():
     assert result.values["eval/rewards/moody/mean"] == 1.0 and result.values["eval/accuracy"] == 0.5
     assert "eval/format_rate" not in result.values and result.rows[1]["rewards"] == {"moody": None}
     assert not any(math.isnan(value) for value in result.metrics().values())
-    assert "eval/rewards/moody/mean" not in run(["none"], [], moody, on_error="skip").values
     result = run(["The answer is B"], ["The answer is B"] * 3 + ["The answer is C"], moody)  # these cannot be counted
     assert result.values["eval/pass@4"] == 1.0 and not any("maj@" in name for name in result.values)
-    once = set()  # a run prints a note once
-    assert [result.summary(once).count("note: maj@k is left out") for _ in range(2)] == [1, 0]
     result = run(["?", "a"], ["?", "?", "a", "?"], moody, on_error="skip")
     assert result.values["eval/rewards/moody/errors"] == 1 and result.values["eval/sampled/rewards/moody/errors"] == 3
     assert result.values["eval/accuracy"] == 0.5
@@ -173,10 +152,8 @@ def problems(folder):
     return [*flags.split(), ""]
 
 
-def test_compares_two_models(tmp_path, capfd, monkeypatch):
-    """It needs no training data, has the layers of training, and passes on no advice of transformers."""
-    asked = []
-    monkeypatch.setattr("fastgrpo.policy.load.apply_liger", lambda model, wanted: asked.append(wanted))
+def test_compares_two_models(tmp_path, capfd):
+    """It needs no training data, and passes on no advice of transformers."""
     models = [str(tiny.save(tmp_path / name, seed=seed)) for seed, name in enumerate(("one", "two"))]
     for model in models:
         file = Path(model) / "tokenizer_config.json"
@@ -186,7 +163,7 @@ def test_compares_two_models(tmp_path, capfd, monkeypatch):
     argv += ["--max_completion_length", "4", "--show", "7", "--output", str(output)]
     assert main(argv) == 0
     table, err = capfd.readouterr()
-    assert all(model in table for model in models) and asked == [None] * 2
+    assert all(model in table for model in models)
     told = [line for line in re.split("[\r\n]", err) if line.strip() and "%|" not in line]
     assert [line.partition(":")[0] for line in told] == models, err
     for name in ("accuracy", "pass@1", "pass@2", "maj@2", "sampled/rewards/length_reward/mean", "format_rate"):
@@ -194,11 +171,8 @@ def test_compares_two_models(tmp_path, capfd, monkeypatch):
     written = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["model"] for row in written] == [models[0]] * 9 + [models[1]] * 9
     assert {row["problem"] for row in written} == {0, 1, 2}
-    # --show: the draws of both models beside each other, and the greedy ones after them
-    shown = [line.split(" | ") for line in table.splitlines()[:9]]
-    assert [cell.strip(" |") for cell in shown[0]] == ["prompt", "draw", *models]
-    assert [line[1].strip() for line in shown[2:]] == ["0"] * 3 + ["1"] * 3 + ["greedy"]
-    assert [re.findall(r"\d\+1", line[0]) for line in shown[2:]] == [[f"{i}+1"] for i in (0, 1, 2, 0, 1, 2, 0)]
+    shown = [line.split(" | ")[1].strip() for line in table.splitlines()[2:9]]
+    assert shown == ["0"] * 3 + ["1"] * 3 + ["greedy"]  # --show: the draws, and the greedy completions after them
     assert main([*argv[:-1], str(tmp_path / "again.jsonl")]) == 0
     assert (tmp_path / "again.jsonl").read_text() == output.read_text()
 
@@ -211,15 +185,14 @@ def test_evaluates_with_tools(tmp_path, capfd, monkeypatch):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     argv = [str(model), "--task", "dataset", "--dataset_name", str(tmp_path / "rows.jsonl"), "--device", "cpu"]
     argv += ["--reward_funcs", "tool_runs:reward", "--max_completion_length", "40", "--eval_num_generations", "2"]
-    for name, flags in (("tools", ["--tools", "tool_runs:count"]), ("env", ["--environment", "tool_runs:Counter"])):
-        output = tmp_path / name
-        assert main([*argv, *flags, "--show", "20", "--output", str(output)]) == 0
-        rows = [json.loads(line) for line in output.read_text().splitlines()]
-        assert len(rows) == 3 * len(ROWS) and any(row["calls"] for row in rows)
-        for row in rows:
-            answers = [message["content"] for message in row["completion"] if message["role"] == "tool"]
-            assert answers == [call["answer"] for call in row["calls"]][: len(answers)]
-            assert row["rewards"].get("Counter", len(row["calls"]) / 4) == len(row["calls"]) / 4
+    argv += ["--environment", "tool_runs:Counter", "--show", "20", "--output", str(tmp_path / "out")]
+    assert main(argv) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert len(rows) == 3 * len(ROWS) and any(row["calls"] for row in rows)
+    for row in rows:
+        answers = [message["content"] for message in row["completion"] if message["role"] == "tool"]
+        assert answers == [call["answer"] for call in row["calls"]][: len(answers)]
+        assert row["rewards"]["Counter"] == len(row["calls"]) / 4
     out = capfd.readouterr().out
     assert "| rewards/Counter/mean" in out and re.search(r"count\(\{'n': \d+\}\)\W+tool: x", out)
 
@@ -239,14 +212,12 @@ def test_an_error_leaves_no_empty_file_that_would_stop_the_next_attempt(tmp_path
 def test_unstated_flags_are_the_tasks():
     assert parse(["m", "--task", "arithmetic"]).max_completion_length == 28
     assert parse(["m", "--task", "arithmetic", "--max_completion_length", "5"]).max_completion_length == 5
-    assert parse(["m", "--task=bandit"]).reward_funcs == ("learned_reward",)
-    pizza = parse(["m", "--task=pizza", "--eval_num_generations", "999"])
-    assert (pizza.max_num_seqs, pizza.eval_num_generations) == (1000, 999)
     config = parse(["m", "--task", "gsm8k", "--dataset_name", "folder", "--dataset_test_split", "dev"])
     assert (config.models, config.dataset_test_split) == (("m",), "dev")
     assert parse(["m", "--dataset_name", "f.jsonl", "--dataset_test_split", "dev"]).dataset_test_split == "train"
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_completions_and_the_table_of_one(tmp_path, capsys):
     """5 prompts: 3 on rank 0 and 2 on rank 1, whose completions stand in the order of the prompts."""
     argv = [str(tiny.save(tmp_path / "model")), *problems(tmp_path), "--max_completion_length", "6", "--output"]

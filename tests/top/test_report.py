@@ -69,12 +69,12 @@ def test_a_page_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypat
 def test_the_picture_shows_what_the_task_names(tmp_path, capsys, quick):
     """A run from Python may have any task; then, and with a config.json that cannot be read, a line says what it is."""
     cases = {
-        '{"task": "pizza"}': pizza.PANELS, '{"task": "arithmetic"}': PANELS, '{"command": "sft"}': SUPERVISED_PANELS,
-        '{"task": "mine"}': None, '{"task": null}': None, "{}": None, "[1]": None, '{"task": "piz': None, None: None,
+        '{"task": "pizza"}': pizza.PANELS, '{"command": "sft"}': SUPERVISED_PANELS, '{"task": "mine"}': None,
+        '{"task": "piz': None,
     }  # fmt: skip
     write_run(tmp_path)
     for text, panels in cases.items():
-        (tmp_path / "config.json").unlink() if text is None else (tmp_path / "config.json").write_text(text)
+        (tmp_path / "config.json").write_text(text)
         assert main([str(tmp_path)]) == 0
         assert ("config.json names no built-in task" in capsys.readouterr().err) == (panels is None), text
         assert quick[-1] is (panels or PANELS), text

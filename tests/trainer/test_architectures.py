@@ -13,7 +13,7 @@ from benchmarks import architectures
 from fastgrpo.data.records import Batch
 from fastgrpo.policy.load import prepare
 
-MIXTURES = ("mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_next")
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "qwen3_next")
 CASES = {
     # Both caps are low enough to bend scores of this size, and the window is shorter than the sequences.
     "gemma2": ("auto", {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 0.5, "sliding_window": 6}),

@@ -126,30 +126,11 @@ def test_the_bound_ends_a_step_and_dropped_groups_fill_up(folder, tmp_path):
         assert any(not torch.equal(a, b) for a, b in pairs) == moves
 
 
-@pytest.mark.parametrize("backend", ["fast", "hf"])
-def test_every_batch_draws_from_a_seed_of_its_own(folder, tmp_path, backend):
-    trainer = make_trainer(
-        folder, tmp_path, "0" * 4, lambda completions, **_: [0.0] * len(completions), rollout_backend=backend,
-        dynamic_sampling=3,
-    )  # fmt: skip
+def test_every_batch_draws_from_a_seed_of_its_own(folder, tmp_path):
+    trainer = make_trainer(folder, tmp_path, "0" * 4, dynamic_sampling=3)
     _, experience = stepped(trainer)
     drawn = [tuple(sample.ids) for sample in experience]  # three times the same four prompts
     assert len(drawn) == 48 and len(set(drawn)) == 48
-
-
-def test_refills_may_go_without_a_reward_and_lack_columns(folder, tmp_path):
-    def reward(completions, spread, prompts, log_metric, log_extra, **_):
-        first = len(completions) == 16
-        log_metric("batch", len(completions))
-        if first:
-            log_extra("mark", list(range(16)))
-        return [float("nan"), *by_plan(completions, spread)[1:]] if first else [None] * len(completions)
-
-    settings = {"dynamic_sampling": 3, "reward_errors": "skip"}
-    values, experience = stepped(make_trainer(folder, tmp_path, "0111" + "0" * 10, reward, **settings))
-    assert values["dynamic_sampling/num_gen_batches"] == 3 and values["batch"] == (16 + 4 + 4) / 3
-    assert [sample.extras["mark"] for sample in experience] == [*range(16), *[None] * 8]
-    assert values["reward"] == pytest.approx((3 * 4 * 0.5 + 3 * 0.25) / 15) and values["rewards/reward/errors"] == 1
 
 
 def noisy(completions, spread, **_):

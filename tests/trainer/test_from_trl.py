@@ -12,10 +12,9 @@ import tiny
 import torch
 import trl
 from runs import PROMPTS, lines, make_trainer, share_of_a
-from transformers import EarlyStoppingCallback, Qwen2ForSequenceClassification
+from transformers import Qwen2ForSequenceClassification
 
-from fastgrpo import GRPOConfig, GRPOTrainer, SFTConfig
-from fastgrpo.trainer.setup import advice
+from fastgrpo import GRPOTrainer, SFTConfig
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 # 16 completions of a step are 4 prompts with 4 completions each; TRL's names and ours may stand side by side.
@@ -45,14 +44,12 @@ def trained(trainer):
 @pytest.mark.parametrize(
     "settings",
     [
-        *({"loss_type": loss} for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "vespo")), {"loss_type": "cispo"},
-        {"loss_type": "luspo"}, {"num_iterations": 2},
-        {"steps_per_generation": 4, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4}, {"beta": 0.1},
-        {"beta": 0.1, "use_bias_correction_kl": True, "num_iterations": 2}, {"delta": 2.0, "num_iterations": 2},
-        {"top_entropy_quantile": 0.2},
-        {"generation_kwargs": {"top_k": 10, "repetition_penalty": 1.2}, "cast_lm_head_to_fp32": True},
-        {"gradient_checkpointing": True}, {"bf16": True, "use_cpu": True},
-        {"dataloader_num_workers": 2, "pad_to_multiple_of": 8, "log_completions": True, "report_to": "none"},
+        {"loss_type": "luspo"},
+        {"steps_per_generation": 4, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4},
+        {"beta": 0.1, "use_bias_correction_kl": True, "delta": 2.0, "num_iterations": 2, "top_entropy_quantile": 0.2},
+        {"generation_kwargs": {"top_k": 10, "repetition_penalty": 1.2}, "cast_lm_head_to_fp32": True, "bf16": True,
+         "use_cpu": True, "dataloader_num_workers": 2, "pad_to_multiple_of": 8, "log_completions": True,
+         "report_to": "none"},
     ],
     ids=lambda settings: ",".join(f"{name}={value}" for name, value in settings.items()),
 )  # fmt: skip
@@ -62,28 +59,17 @@ def test_training_moves_the_weights(tmp_path, settings):
     assert trained(trainer) == {name for name, _ in trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_reward_model_trains(tmp_path, by_name):
-    """Alone by its name, or in memory beside a function."""
-    torch.manual_seed(0)
+def test_a_reward_model_trains_beside_a_function(tmp_path):
     judge = Qwen2ForSequenceClassification(tiny.config(vocab_size=258, num_labels=1)).float()
     tokenizer = tiny.tokenizer()
-    for part in (judge, tokenizer):
-        part.save_pretrained(tmp_path / "judge")
-    given, tokenizers = (str(tmp_path / "judge"), None) if by_name else ([judge, share_of_a], [tokenizer, None])
-    trainer = script(tmp_path, given, reward_processing_classes=tokenizers)
-    assert trainer.reward_processing_classes[0] is tokenizer or by_name
+    trainer = script(tmp_path, [judge, share_of_a], reward_processing_classes=[tokenizer, None])
+    assert trainer.reward_processing_classes[0] is tokenizer
     assert trained(trainer) and lines(tmp_path / "run")[0]["reward_std"] > 0
 
 
-@pytest.mark.parametrize("unjudged", ["c", "all"])
-def test_warns_about_rows_without_any_reward(tmp_path, caplog, unjudged):
-    def some(prompts, completions, **_):
-        none = ("all", *prompts) if unjudged == "all" else unjudged
-        return [None if prompt in none else float(len(text)) for prompt, text in zip(prompts, completions, strict=True)]
-
+def test_warns_about_rows_without_any_reward_which_teach_nothing(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
-        assert bool(trained(script(tmp_path, some))) == (unjudged == "c")
+        assert not trained(script(tmp_path, lambda completions, **_: [None] * len(completions)))
     assert caplog.text.count("All reward functions returned None for the following kwargs:") == 1
 
 
@@ -146,13 +132,9 @@ def test_evaluations_of_several_data_sets(tmp_path):
     [
         ({"peft_config": peft.LoraConfig(lora_dropout=0.1)}, "peft_config: lora_dropout=0.1"),
         ({"peft_config": peft.LoraConfig(), "use_peft": True}, "both add adapters"),
-        ({"rows": {"train": PROMPTS}}, "train_dataset is of type dict"),
         ({"rows": STREAM, "max_steps": -1}, "so pass max_steps"),
         ({"eval_rows": [*PROMPTS, 7]}, "eval_dataset row 4"),
         ({"eval_rows": STREAM, "max_eval_samples": None}, "so pass max_eval_samples"),
-        ({"eval_rows": {"a/b": PROMPTS}}, "cannot be the name of a data set"),
-        ({"metric_for_best_model": "reward", "callbacks": [EarlyStoppingCallback()], "eval_steps": 1,
-          "save_steps": 1, "eval_rows": PROMPTS}, "metric_for_best_model='eval_reward'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -164,8 +146,7 @@ def test_rejects_unsupported_arguments_by_name(tmp_path, given, match):
 @pytest.mark.parametrize(
     "given, match",
     [
-        ({"args": {"max_steps": 1}}, "args is of type dict"), ({"args": SFTConfig()}, "args is of type SFTConfig"),
-        ({"reward_funcs": [None]}, "reward_funcs"), ({"train_dataset": None}, "train_dataset is needed"),
+        ({"args": SFTConfig()}, "args is of type SFTConfig"), ({"train_dataset": None}, "train_dataset is needed"),
     ],
 )  # fmt: skip
 def test_arguments_of_another_kind_are_refused_before_the_model_is_loaded(given, match):
@@ -183,14 +164,6 @@ def test_a_stream_and_a_data_frame_train_and_evaluate(tmp_path):
     refills = {"prompts_per_step": 2, "dynamic_sampling": 3, "max_steps": 2, "output_dir": str(tmp_path / "other")}
     trainer = make_trainer(tmp_path, rows=STREAM, eval_rows=STREAM, max_eval_samples=5, **refills)
     assert (len(trainer.source), len(trainer.held_out[""])) == (12, 5)
-
-
-def test_weak_combinations_of_loss_settings_are_logged(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        script(tmp_path, loss_type="cispo", importance_sampling_level="sequence")
-    assert "sums per-token contributions" in caplog.text and "at most epsilon_high=0.2" in caplog.text
-    for quiet in ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, {"epsilon_high": 0.2}):
-        assert advice(GRPOConfig(**quiet)) == []
 
 
 def test_arguments_have_trls_order():

@@ -54,7 +54,7 @@ def gradient_and_loss(max_tokens, loss_type, level, beta, drop=False, seed=0):
     st.integers(1, 60),
     st.integers(0, 3),
 )
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=10)
 def test_a_step_does_not_depend_on_its_micro_batches(loss_type, how, max_tokens, seed):
     whole, whole_metrics = gradient_and_loss(10_000, loss_type, *how, seed=seed)
     split, metrics = gradient_and_loss(max_tokens, loss_type, *how, seed=seed)
@@ -126,12 +126,6 @@ def test_epochs_set_the_steps(tmp_path):
     assert make_trainer(tmp_path, max_steps=-1, num_train_epochs=3, rows=PROMPTS * 3).state.max_steps == 9
 
 
-def test_a_run_shorter_than_logging_steps_logs_its_last_step(tmp_path):
-    make_trainer(tmp_path, logging_steps=10).train()
-    for name in ("metrics", "samples"):
-        assert {row["step"] for row in lines(tmp_path / "run", f"{name}.jsonl")} == {2}
-
-
 @pytest.mark.parametrize("samples, updates, sizes", [(5, 4, [1, 1, 1, 2]), (6, 3, [2, 2, 2])])
 def test_minibatches_are_balanced_and_as_many_as_asked_for(samples, updates, sizes):
     update, seen = make_update(Policy.of(tiny.model("llama")), updates_per_rollout=updates), []
@@ -140,12 +134,6 @@ def test_minibatches_are_balanced_and_as_many_as_asked_for(samples, updates, siz
     update.teaches = lambda sample: True
     update([[sample] for sample in samples_of(samples)])
     assert seen == sizes
-
-
-def test_steps_without_rewards_change_no_weights(tmp_path):
-    make_trainer(tmp_path, lambda completions, **_: [None] * len(completions), reward_errors="skip").train()
-    rows = lines(tmp_path / "run")
-    assert len(rows) == 2 and all("reward" not in row and row["frac_informative"] == 0 for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -171,9 +159,6 @@ def test_fixes_contradictory_generation_settings_before_saving(tmp_path):
     make_trainer(tmp_path, model=str(path.parent), max_steps=1).train()
     saved = json.loads((tmp_path / "run" / "checkpoint-1" / path.name).read_text())
     assert (saved["do_sample"], saved["temperature"], saved["top_p"]) == (True, 0.6, 0.9)
-    path.write_text(json.dumps({**settings, "do_sample": True, "length_penalty": 2.0}))
-    with pytest.raises(ValueError, match="length_penalty"):
-        make_trainer(tmp_path, model=str(path.parent), output_dir=str(tmp_path / "other"))
 
 
 def test_every_prompt_of_a_run_goes_through_the_chat_template_with_its_arguments(tmp_path):

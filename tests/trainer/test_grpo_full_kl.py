@@ -108,7 +108,6 @@ def test_the_gradient_is_that_of_full_logits(name, share_prompt):
     "settings",
     [
         {"ref_storage": "cpu", "entropy_coef": 0.01},
-        {"use_peft": True},
         {"sync_ref_model": True, "ref_model_sync_steps": 1},
         {"num_iterations": 2, "updates_per_rollout": 2, "importance_sampling_level": "sequence", "loss_type": "grpo"},
     ],

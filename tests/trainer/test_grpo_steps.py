@@ -18,8 +18,7 @@ from fastgrpo.policy.model import Policy
 pytestmark = pytest.mark.usefixtures("without_curves")
 
 LOSSES = {
-    "grpo": {}, "bnpo": {}, "dapo": {}, "dr_grpo": {"max_completion_length": 9}, "cispo": {"epsilon_high": 1.01},
-    "sapo": {},
+    "grpo": {}, "dr_grpo": {"max_completion_length": 9}, "cispo": {"epsilon_high": 1.01}, "sapo": {},
 }  # fmt: skip
 
 

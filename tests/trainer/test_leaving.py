@@ -41,9 +41,8 @@ def test_refuses_to_write_after_the_run_if_another_run_has_the_folder(trainer):
     other.close()
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_in_the_folder_of_the_run_the_model_has_a_folder_of_its_own(trainer, named):
-    trainer.save_model(str(trainer.log.dir) if named else None)
+def test_in_the_folder_of_the_run_the_model_has_a_folder_of_its_own(trainer):
+    trainer.save_model(str(trainer.log.dir))
     assert (trainer.log.dir / "final" / "model.safetensors").exists()
     assert json.loads((trainer.log.dir / "config.json").read_text())["command"] == "train"
 
@@ -80,12 +79,11 @@ def hub(monkeypatch):
     return asked
 
 
-@pytest.mark.parametrize("name", [None, "org/mine"])
-def test_the_model_is_uploaded_at_the_end_and_on_request(tmp_path, hub, name):
-    trainer = make_trainer(tmp_path, push_to_hub=True, hub_model_id=name, hub_private_repo=True)
+def test_the_model_is_uploaded_at_the_end_and_on_request(tmp_path, hub):
+    trainer = make_trainer(tmp_path, push_to_hub=True, hub_model_id="org/mine", hub_private_repo=True)
     trainer.train()
     (repo, settings), (files, upload) = hub
-    assert repo == (name or "run") and settings == {"private": True, "exist_ok": True}
+    assert repo == "org/mine" and settings == {"private": True, "exist_ok": True}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files)
     assert upload["repo_id"] == f"me/{repo}"
     assert trainer.push_to_hub(commit_message="done", dataset_name="mine") == "the commit"

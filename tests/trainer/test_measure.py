@@ -14,7 +14,6 @@ from fastgrpo import GRPOLossOutput
 from fastgrpo.data.records import Prompt
 from fastgrpo.data.token_text import TokenText
 from fastgrpo.trainer.collect import length_metrics, logged_groups, reward_metrics, sample_rows
-from fastgrpo.trainer.setup import prefixes, read_held_out
 from fastgrpo.trainer.update import Meter
 
 NAN = float("nan")
@@ -109,13 +108,3 @@ def test_compares_log_probs_of_the_rollout_only_on_the_first_update():
     meter.add(output(0.0, 2, (-9.0, -9.0)), batch(old_logps=drawn, rollout_logps=drawn), 1)
     values = meter.values([1.0, 1.0])
     assert values["rollout/logp_gap"] == 0.25 and values["rollout/logp_gap_max"] == 0.5
-
-
-ROWS = [{"prompt": "a"}, {"prompt": "b"}]
-
-
-def test_held_out_rows_are_one_data_set_or_several_by_name():
-    assert read_held_out(None, 3) == {} and list(read_held_out(ROWS, 1)[""]) == ROWS[:1]
-    held_out = read_held_out({"x": ROWS, "y": ROWS[1:]}, 500)
-    assert [list(rows) for rows in held_out.values()] == [ROWS, ROWS[1:]]
-    assert prefixes(held_out, "eval") == ["eval_x", "eval_y"] and prefixes([""], "test") == ["test"]

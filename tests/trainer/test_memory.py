@@ -3,9 +3,6 @@
 import copy
 import functools
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import tiny
@@ -86,9 +83,10 @@ def saved(tmp_path_factory):
     return tiny.save(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "smollm3-like"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(
+    "architecture, dtype, lora",
+    [("qwen3", torch.bfloat16, False), ("smollm3-like", torch.float32, False), ("qwen3", torch.bfloat16, True)],
+)
 def test_planned_memory_equals_that_of_training(tmp_path, architecture, dtype, lora):
     path = tiny.save(tmp_path / "model", name=architecture)
     settings = {"use_peft": True, "lora_r": 4} if lora else {}
@@ -131,9 +129,10 @@ def kept(model, batch):
     return sum(size for address, size in storages.items() if address not in own)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "architecture, dtype, checkpointing",
+    [("qwen3", torch.bfloat16, False), ("llama", torch.float32, False), ("qwen2", torch.bfloat16, True)],
+)
 def test_the_activations_are_those_that_autograd_keeps(architecture, dtype, checkpointing):
     batch = Batch.pack([Sample(list(range(5, 25)), [7] * 30, 1.0)] * 4, "cpu")
     models = [
@@ -175,9 +174,6 @@ def test_a_run_that_does_not_fit_is_refused_with_flags_that_help(planned):
     first, *others = str(error.value).splitlines()[1].split("; ")
     assert "--use_peft True saves" in first and "which is enough" in first
     assert {"--ref_storage cpu saves 14.19 GiB", "--beta 0 saves 14.19 GiB"} <= set(others)
-    with pytest.raises(ValueError, match="--use_peft") as error:
-        planned("7B").check()
-    assert "--ref_" not in str(error.value) and "--beta" not in str(error.value)  # they apply only to a reference
     long = {"max_completion_length": 32_768, "num_generations": 24, "use_peft": True}
     with pytest.raises(ValueError, match=r"--max_completion_length 16384 saves 38.89 GiB, which is enough"):
         planned("7B", **long).check()
@@ -204,20 +200,18 @@ def test_reward_models_on_the_policys_device_take_their_place():
 
 
 def test_models_that_cannot_be_planned_are_left_to_loading(monkeypatch):
-    for model in (tiny.model().base_model, 7):
-        assert plan_run(GRPOConfig(device="cpu"), model, room=GIB) is None
+    assert plan_run(GRPOConfig(device="cpu"), tiny.model().base_model, room=GIB) is None
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a download was begun"))
     with pytest.raises(ValueError, match="no config of a causal LM at 'org/model'"):
         outline("org/model")
 
 
-# With whole weights a device needs 18 bytes a parameter: 26, 128 and 549 GiB. With shards it needs its share of 16
-# bytes and 2 bytes to draw from: 57 + 14 GiB of the 7B model on 2 devices, 61 + 61 or 8 + 61 GiB of the 32B on 8 or 64.
+# With whole weights a device needs 18 bytes a parameter: 26 GiB of the 1.5B model. With shards it needs its share of 16
+# bytes and 2 bytes to draw from: 57 + 14 GiB of the 7B model on 2 devices, 61 + 61 GiB of the 32B on 8.
 @pytest.mark.parametrize(
     "name, ranks, mode, fits",
-    [("1.5B", 8, "ddp", True), ("7B", 1, "ddp", False), ("7B", 2, "fsdp2", True), ("32B", 8, "fsdp2", False),
-     ("32B", 64, "fsdp2", True)],
-)  # fmt: skip
+    [("1.5B", 8, "ddp", True), ("7B", 2, "fsdp2", True), ("32B", 8, "fsdp2", False)],
+)
 def test_auto_takes_ddp_where_everything_fits_one_device(planned, name, ranks, mode, fits):
     made = planned(name, ranks)
     assert (made.parallel, made.fits) == (mode, fits), made.rows()
@@ -244,22 +238,12 @@ def test_the_plan_of_shards(planned):
     assert held["gradients"] == 4 * adapters and held["optimizer"] == 12 * adapters
 
 
-def test_each_rank_has_room_for_its_prompts(planned):
-    settings = {"num_generations": 16, "max_num_seqs": 10_000, "max_tokens_per_microbatch": 10**9}
-    four = planned("1.5B", 4, prompts_per_step=11, **settings)
-    assert sizes(four) == sizes(planned("1.5B", 1, prompts_per_step=3, **settings))
-
-
 def test_remedies_of_several_devices(planned):
     with pytest.raises(ValueError, match=r"each of 8 processes .*: whole weights 61.03 GiB") as error:
         planned("32B", 8).check()
     assert "--parallel fsdp2_offload saves 61.03 GiB, which is enough" in str(error.value)
     with pytest.raises(ValueError, match="--parallel fsdp2 saves"):
         planned("7B", 2, parallel="ddp").check()
-    # On a GPU the whole weights have fixed addresses for graphs, unless rollouts are eager.
-    assert planned("32B", 64, CUDA, rollout_backend="eager").fits
-    with pytest.raises(ValueError, match="--rollout_backend eager saves"):
-        planned("32B", 64, CUDA).check()
 
 
 def test_the_device_with_the_least_room_decides_for_all(planned, tmp_path):
@@ -290,24 +274,3 @@ def test_a_trainer_prints_its_plan_where_memory_is_limited(tmp_path, monkeypatch
     assert trainer.model.is_gradient_checkpointing == (room is None)
     assert trainer.engine.reserved() == trainer.optimizer.bytes_to_come(trainer.policy.device) + trainer.plan.passing
     assert trainer.about()["config"]["gradient_checkpointing"] == "auto"  # the choice is made anew where a run resumes
-
-
-PROGRAM = """
-import psutil
-from fastgrpo.trainer.setup import keep_freed_memory
-
-kept, before = keep_freed_memory(), psutil.Process().memory_info().rss
-blocks = [b"x" * (64 * 2**20) for _ in range(4)]
-del blocks
-print(kept, (psutil.Process().memory_info().rss - before) // 2**20)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
-@pytest.mark.parametrize("given, keeps", [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
-def test_freed_memory_stays_with_the_process_unless_the_environment_says_otherwise(given, keeps):
-    environment = {name: v for name, v in os.environ.items() if name not in (*setup.VARIABLES, "GLIBC_TUNABLES")}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment | given, capture_output=True, check=True)
-    returned, resident = done.stdout.decode().split()
-    assert returned == str(keeps) and (int(resident) >= 240 if keeps else int(resident) < 64)

@@ -32,11 +32,10 @@ def test_overwrites_an_earlier_run_only_when_training_starts(tmp_path):
     assert not (tmp_path / "run" / "checkpoint-3").exists()
 
 
-@pytest.mark.parametrize("begin", ["step", "evaluate", "save_model", "save_state", "save_metrics"])
-def test_a_started_run_does_not_resume_another_checkpoint(tmp_path, begin):
+def test_a_started_run_does_not_resume_another_checkpoint(tmp_path):
     make_trainer(tmp_path).train()
-    trainer = make_trainer(tmp_path, output_dir=str(tmp_path / "other"), eval_rows=[{"prompt": "ab"}])
-    getattr(trainer, begin)(*(("train", {"a": 1}) if begin == "save_metrics" else ()))
+    trainer = make_trainer(tmp_path, output_dir=str(tmp_path / "other"))
+    trainer.step()
     made = {path.name for path in (tmp_path / "other").iterdir()}
     with pytest.raises(ValueError, match="this trainer has begun a run"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))

@@ -52,7 +52,7 @@ def test_entropy_quantile_equals_torchs(share, values):
     assert torch.equal(values >= quantile(values, share), values >= torch.quantile(values, share))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8])
+@pytest.mark.parametrize("share", [0.0, 0.5])
 def test_high_entropy_tokens_equal_trls(share):
     """Also those of samples without an advantage decide where the quantile lies, and masked ones do not."""
     trainer, model = trl.GRPOTrainer, tiny.model("llama")
@@ -120,7 +120,7 @@ def plain_loss(model, samples, share, coef, beta):
     return total
 
 
-@pytest.mark.parametrize("coef, beta", [(0.0, 0.0), (0.3, 0.0), (0.0, 0.2)])
+@pytest.mark.parametrize("coef, beta", [(0.3, 0.0), (0.0, 0.2)])
 def test_an_update_equals_autograd_over_full_logits(coef, beta):
     """In micro-batches of a sample or two; the quantile is that of the whole update."""
     samples, objective = samples_of(), Objective("grpo", entropy_coef=coef, beta=beta)

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from resumed import assert_same_run
-from runs import lines, share_of_a
+from runs import lines
 from updates import before_each_step, make_update
 
 from fastgrpo import SFTConfig, SFTTrainer, linear_grpo_loss
@@ -58,10 +58,9 @@ def test_the_held_out_loss_covers_only_completions(tmp_path):
     assert written[0] == pytest.approx(expected, abs=1e-5) and list(written) == [0, 3, 6] and written[6] < written[0]
 
 
-@pytest.mark.parametrize("task", ["calculator", "treasure"])
-def test_a_task_with_tools_is_refused(tmp_path, task):
-    with pytest.raises(ValueError, match=f"task {task} has tools"):
-        sft_command.make_trainer(SFTConfig(task=task, output_dir=str(tmp_path / "run")))
+def test_a_task_with_tools_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="task calculator has tools"):
+        sft_command.make_trainer(SFTConfig(task="calculator", output_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
 
 
@@ -88,15 +87,6 @@ def test_the_update_is_the_policy_gradient_with_unit_weights(max_tokens):
     assert loss == pytest.approx(-out.logps.mean().item(), rel=1e-5)
 
 
-def test_an_evaluation_is_one_line_of_the_log(tmp_path):
-    trainer = make_trainer(tmp_path, reward_funcs=[share_of_a], eval_steps=None)
-    assert {"eval/loss", "eval/accuracy"} <= set(trainer.evaluate())
-    trainer.evaluate(metric_key_prefix="test")
-    for prefix, entry in zip(("eval", "test"), trainer.state.log_history, strict=True):
-        assert {f"{prefix}_loss", f"{prefix}_accuracy", f"{prefix}_runtime", "epoch"} <= set(entry)
-    assert len(lines(tmp_path / "run")) == 2
-
-
 def test_a_stopped_run_resumes_bit_for_bit(tmp_path, monkeypatch):
     make_trainer(tmp_path, "whole").train()
     trainer = make_trainer(tmp_path, "stopped")
@@ -113,15 +103,6 @@ def test_a_stopped_run_resumes_bit_for_bit(tmp_path, monkeypatch):
     assert stop.value.code == 143 and list(checkpoints(tmp_path / "stopped"))[-1] == 3
     make_trainer(tmp_path, "stopped", resume_from_checkpoint="auto").train()
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
-
-
-def test_skips_and_reports_non_finite_updates(tmp_path, capsys):
-    trainer = make_trainer(tmp_path, eval_rows=None, max_steps=20)
-    with torch.no_grad():
-        trainer.model.get_input_embeddings().weight.fill_(torch.nan)
-    with pytest.raises(ValueError, match="10 updates in a row"):
-        trainer.train()
-    assert "the update was skipped" in capsys.readouterr().out
 
 
 def test_the_warm_start_learns_its_completions():
@@ -153,7 +134,6 @@ def test_a_checkpoint_of_another_command_is_refused(tmp_path):
 
 MISTAKES = [
     ({"rows": [*ROWS, {"prompt": "1+"}]}, "train_dataset row 16: .*'completion'"),
-    ({"rows": [*ROWS, {"prompt": "", "completion": "1"}]}, "train_dataset row 16: the prompt is empty"),
     ({"eval_rows": [*HELD_OUT, {"prompt": "1+"}]}, "eval_dataset row 2"),
     ({"rows": [{"prompt": "a" * 2000, "completion": "b" * 60}]}, "row 0: the example has 2061 tokens"),
     ({"rows": Curriculum([Level("easy", ShuffledRows(ROWS), 0.5), Level("hard", ShuffledRows(ROWS))])}, "Curriculum"),
