@@ -209,13 +209,6 @@ def test_ignores_lines_truncated_by_a_concurrent_resume(tmp_path):
         assert texts(file, 1) == [["a"]] and texts(file, 2) == [[]]
 
 
-def test_encodes_values_outside_of_json_and_utf8():
-    surrogate = '"\ud800"'.encode("utf-8", "surrogatepass")
-    for value, read in ((b"NaN", None), (surrogate, "\ud800"), (b'"\xff"', "\ufffd")):
-        file = opened(b'{"step": 1, "group": 0, "x": ' + value + b"}\n")
-        assert next(file.read(1, file.steps[1][0]))["x"] == read
-
-
 # The histogram counts every kept completion once, in the bin of its total reward.
 def test_few_values_have_a_bin_each(tmp_path):
     found = histogram(written(tmp_path, sample(1, 0.0), sample(1, 1.0), sample(1, 1.0), sample(2, 0.5)))

@@ -31,7 +31,6 @@ from fastgrpo.ranks import (
 
 CLOSED = "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:8395"
 LAUNCHER = {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-PLAIN_HOOK = sys.__excepthook__
 CASES = ("hang-gather", "die-sum", "fail-sum")
 
 
@@ -277,28 +276,6 @@ def test_an_error_that_several_ranks_have_is_printed_once(be, capsys):
         be(rank)
         end(ValueError(text), text)
         assert capsys.readouterr().err == told
-
-
-def test_uncaught_exceptions_are_printed_once(be, capsys, monkeypatch):
-    """By python's hook, by one of the user, or by that of a process group; only rank 0 shows an interrupt."""
-    heard, error = [], KeyError("a bug")
-    for rank in (0, 1):
-        be(rank)
-        module._end_by(lambda *args: heard.append(args), rank == 0)(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert len(heard) == 1
-    monkeypatch.setattr(sys, "excepthook", PLAIN_HOOK)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert sys.excepthook is not PLAIN_HOOK
-        for hook in (PLAIN_HOOK, lambda *args: heard.append(args), sys.excepthook):
-            be(0)
-            monkeypatch.setattr(module, "_failed", False)
-            module._end_by(hook, lead=True)(KeyError, error, None)
-            told = capsys.readouterr().err
-            assert told.startswith("error on rank 0:") and told.count("KeyError: 'a bug'") == 1
-    finally:
-        dist.destroy_process_group()
-    assert heard[1] == (KeyError, error, None)
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import re
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from ranks import forked
 from safetensors.torch import load_file
 from shard_ranks import DTYPES
@@ -17,10 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from toy_parts import about, addresses, differences, draws, make_parts, settings, snapshot_of, trained_parts
 from transformers import set_seed
 
-from fastgrpo.run import snapshot
 from fastgrpo.run.checkpoint import MANIFEST, verify, write_checkpoint
 from fastgrpo.run.log import open_log
-from fastgrpo.run.snapshot import read_tensors, restore, tensors_in
+from fastgrpo.run.snapshot import restore, tensors_in
 
 WRITERS = ("one", "ddp-2", "fsdp2-2", "ddp-4", "fsdp2-4")
 PAIRS = [(name, writer) for name in DTYPES for writer in WRITERS if name == "bf16" or not writer.endswith("2")]
@@ -105,14 +103,6 @@ def test_the_export_is_the_same_and_every_file_is_listed(ranks, writer):
     assert writer == "one" or (state["parallel"], state["ranks"]) == (writer.partition("-")[0], count)
 
 
-def test_whole_tensors_are_written_once(ranks):
-    shares = [
-        [file.stat().st_size for file in (ranks[0] / f"bf16-ddp-{n}" / "checkpoint-3" / "shards").glob("__*")]
-        for n in (2, 4)
-    ]
-    assert sum(shares[0]) == pytest.approx(sum(shares[1]), rel=0.01) and max(shares[1]) < 1.5 * min(shares[1])
-
-
 class Forged:
     def __reduce__(self):
         return print, ("this was called",)
@@ -126,6 +116,7 @@ NAMING = b"ctorch.distributed.checkpoint.metadata\n%s\n."
     [
         (pickle.dumps(Forged()), "it names builtins.print, which a list of tensors never contains"),
         (NAMING % b"dataclass", r"it names torch\.\S*\.dataclass"),  # which runs the names of fields as source
+        (NAMING % b"BytesStorageMetadata", r"it names torch\.\S*\.BytesStorageMetadata"),
         (pickle.dumps(Metadata({"weights": StorageMeta()})), "weights is not a tensor"),
     ],
 )
@@ -133,19 +124,6 @@ def test_rejects_a_forged_list_of_tensors(tmp_path, content, why, capsys):
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match=rf"\.metadata cannot be read: .*{why}"):
         tensors_in(tmp_path)
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("listed", [False, True])
-@pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_does_not_unpickle_forged_values(tmp_path, listed, capsys, monkeypatch):
-    """The list is refused. If it were not, the planner would refuse the entry, which torch's own planner calls."""
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save({"weights": Forged()}, storage_writer=dcp.FileSystemWriter(tmp_path), planner=planner, no_dist=True)
-    if listed:
-        monkeypatch.setattr(snapshot._Reader, "read_metadata", dcp.FileSystemReader.read_metadata)
-    with pytest.raises(ValueError, match="weights is not a tensor" if listed else "it names .*BytesStorageMetadata"):
-        read_tensors(tmp_path, {"weights": torch.zeros(1)})
     assert capsys.readouterr().out == ""
 
 

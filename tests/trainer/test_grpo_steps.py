@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 
 import pytest
 import tiny
@@ -101,19 +100,6 @@ def test_replaces_groups_with_equal_step_rewards(tmp_path):
     # "ab" is dropped and "c" kept; "hello " is dropped and "1+1=" kept: one of two in each batch.
     told = [values[f"dynamic_sampling/{name}"] for name in ("num_gen_batches", "filled_groups", "dropped_groups")]
     assert told == [3, 0, 2] and values["frac_informative"] == 0.5
-
-
-def test_a_resumed_run_knows_that_steps_were_logged(tmp_path):
-    def at_first(completions, completion_ids, log_steps, trainer_state, **_):
-        if trainer_state.global_step == 0:
-            log_steps([[len(ids)] for ids in completion_ids], [[float(i % 2)] for i in range(len(completions))])
-        return [0.5] * len(completions)
-
-    make_trainer(tmp_path, at_first, process_rewards="token", max_steps=1).train()
-    settings = {"process_rewards": "token", "max_steps": 2, "resume_from_checkpoint": "auto"}
-    assert make_trainer(tmp_path, at_first, **settings).train()["steps"] == 2
-    state = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())
-    assert state["experience"] == {"stepped": True}
 
 
 def test_rejects_process_rewards_without_logged_steps(tmp_path):

@@ -62,10 +62,6 @@ def train_with_full_disk(folder):
     return run_command(command, [])
 
 
-def train_in_a_script(folder, reward):
-    make(folder, reward).train()
-
-
 def missing_model(folder):
     return run_command(lambda argv: make(folder / "nowhere"), [])
 
@@ -73,7 +69,6 @@ def missing_model(folder):
 CASES = {
     "reward": partial(train, reward=on_one(1, broken)),
     "killed": partial(train, reward=on_one(1, killed_in_the_update), parallel="fsdp2"),
-    "script": partial(train_in_a_script, reward=on_one(0, broken)),
     "disk": train_with_full_disk,
     "no-model": missing_model,
 }
@@ -89,7 +84,6 @@ def ended(tmp_path_factory):
     "case, failing, code, error, waited",
     [
         ("reward", 1, 2, "reward function 'reward' raised KeyError: 'a bug of the reward'", SECOND),
-        ("script", 0, 1, "Traceback.*reward function 'reward' raised KeyError", SECOND),
         ("disk", 0, 2, "the disk is full, writing metrics.jsonl failed", "the decision whether to stop after step 1"),
     ],
 )

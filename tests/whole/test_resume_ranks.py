@@ -4,7 +4,6 @@ As a script it forks ranks; the arguments are a folder, the folder of the runs, 
 
 small     runs that crash and go on, and runs that do not, on two ranks
 kills     runs whose two ranks are killed again and again
-others    runs that one process has begun, and runs that crash, with which one process can go on
 """
 
 import os
@@ -22,7 +21,6 @@ import tiny
 import torch
 from ranks import LIMIT, fork, forked
 from resumed import Crash, assert_same_run, crash, make_trainer, untimed
-from runs import share_of_a
 from safetensors.torch import load_file
 
 from fastgrpo.ranks import Ranks, join
@@ -120,13 +118,7 @@ def kills(top):
     return runs
 
 
-def others(top):
-    """Runs that one process has begun go on, and others crash, for one process to go on with."""
-    runs = {f"1-2-{mode}": partial(go_on, top, f"1-2-{mode}", mode, reward=share_of_a) for mode in MODES}
-    return runs | {f"2-1-{mode}": partial(crashed, top, f"2-1-{mode}", mode, crash(5, share_of_a)) for mode in MODES}
-
-
-SIZES = {"small": small, "kills": kills, "others": others}
+SIZES = {"small": small, "kills": kills}
 
 
 def started(folder, size):
@@ -161,22 +153,6 @@ def test_resumes_bit_for_bit_in_the_same_mode_and_within_rounding_in_another(tmp
         told = f"checkpoint-4 was written by 2 processes with {mode}, and continues with 2 processes with {other}: "
         assert [text.count(told) for text in ended(f"from-{mode}")[1]] == [1, 0]
         assert_close(top / f"from-{mode}", top / f"{mode}-whole")
-
-
-def test_other_numbers_of_processes_come_to_where_one_would(tmp_path):
-    top = tmp_path / "runs"
-    train(top, "whole", "ddp", reward=share_of_a)
-    for mode in MODES:
-        crashed(top, f"1-2-{mode}", "ddp", crash(5, share_of_a))
-    _, ended = started(tmp_path, "others")
-    for run in others(top):
-        codes, said = ended(run)
-        assert codes == [0, 0], "\n".join(said)
-        if run.startswith("2-1"):
-            go_on(top, run, "ddp", reward=share_of_a)
-        else:
-            assert "checkpoint-4 was written by one process, and continues with 2 processes" in said[0]
-        assert_close(top / run, top / "whole")
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,8 +1,7 @@
 """Whole runs under torchrun and accelerate: they go on after a loss, stop by a signal, and run on many machines.
 
 This file is also the script that ranks run, as a library's user has it: it trains one run after another. A run named
-`killed` loses rank 1 once by kill -9. A run named `long` does not end by itself. Nor does a step of a run named
-`asleep`: its ranks write a file `asleep-RANK` when they begin it, and `noted-RANK` after a first signal.
+`killed` loses rank 1 once by kill -9. A run named `long` does not end by itself.
 """
 
 import os
@@ -29,17 +28,11 @@ SCRIPT = Path(__file__).resolve()
 def main(folder, name):
     def reward(completions, trainer_state, **_):
         step, rank = trainer_state.global_step + 1, os.environ["RANK"]
-        (folder / f"{name}-{rank}").write_text(f"{step}")
         if name == "killed" and step == 3 and rank == "1" and not (folder / "once").exists():
             while not (folder / name / "checkpoint-1").exists():  # a thread writes it
                 time.sleep(0.05)
             (folder / "once").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        if name == "asleep":
-            while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # as it is after the first signal
-                time.sleep(0.05)
-            (folder / f"noted-{rank}").touch()
-            time.sleep(10**6)
         return share_of_a(completions)
 
     config = GRPOConfig(
@@ -101,24 +94,6 @@ def test_a_signal_to_torchrun_stops_all_ranks_after_the_same_step(tmp_path, fold
         assert f"stopped after step {step}; continue with" in job.rank(0) and "stopped" not in job.rank(1)
     left = "SystemExit(143)" if number == signal.SIGTERM else "KeyboardInterrupt()"
     assert [tmp_path.joinpath(f"left-{rank}").read_text() for rank in (0, 1)] == [left, left]
-
-
-def test_a_second_signal_ends_all_ranks_at_once(tmp_path, folder):
-    tmp_path.joinpath("model").symlink_to(folder / "model")
-
-    def there(name):
-        return all(tmp_path.joinpath(f"{name}-{rank}").exists() for rank in (0, 1))
-
-    # torchrun would kill ranks that do not end; here it waits far longer than the test does.
-    with start([SCRIPT, tmp_path, "asleep"], launcher=("--standalone", "--shutdown_timeout", "3600")) as job:
-        wait_for(job, lambda: there("asleep"))
-        assert len(job.alive()) >= 3
-        job.process.send_signal(signal.SIGTERM)
-        wait_for(job, lambda: there("noted"))
-        assert len(job.alive()) >= 3  # a step goes on
-        job.process.send_signal(signal.SIGTERM)
-        job.wait()
-        assert not job.alive()
 
 
 def test_two_agents_run_one_training(folder, restarted):
