@@ -49,12 +49,6 @@ class NoText(Good):
         return {"sum": self.sum}
 
 
-class Raises(Good):
-    def fall(self) -> str:
-        """Fall."""
-        raise RuntimeError("fallen")
-
-
 class Slow(Good):
     def wait(self) -> str:
         """Wait."""
@@ -74,18 +68,12 @@ class Random(Good):
         super().reset(next(self.seeds))
 
 
-class Shared(Good):
+class Used(Good):
+    def __init__(self):
+        self.sum = 0
+
     def reset(self, seed, **row):
-        super().reset(seed)
-        Shared.last = self
-
-    def roll(self, times: int) -> str:
-        """Roll the dice.
-
-        Args:
-            times: How often.
-        """
-        return Good.roll(Shared.last, times)
+        self.dice = random.Random(seed)
 
 
 def problems(*given, **how):
@@ -99,10 +87,10 @@ def test_an_environment_without_mistakes_has_no_problems():
 @pytest.mark.parametrize("environment, words", [
     (Needs, "missing a required argument: 'level'"),
     (Undescribed, "undescribed' has no schema"),
-    (NoText, "state() returns a dict, not text; the model reads \"{'sum': "), (Raises, "RuntimeError: fallen"),
+    (NoText, "state() returns a dict, not text; the model reads \"{'sum': "),
     (Slow, "wait() ends the completion with tool_timeout"), (NoNumber, "get_reward() returns 'good', not a finite"),
     (Random, "with the same row and seed differs"),
-    (Shared, "at the same time differ"), (object, "no method reset"),
+    (Used, "was used before"), (object, "no method reset"),
 ])  # fmt: skip
 def test_finds_every_mistake(environment, words):
     found = problems(environment, timeout=1 if environment is Slow else 60)

@@ -3,7 +3,6 @@
 import itertools
 import math
 import re
-import threading
 
 import pytest
 import torch
@@ -86,22 +85,7 @@ def by_length(completions, **columns):
     return [float(len(text)) for text in completions]
 
 
-class Own:
-    """Brings its own processes, so it need not be pickled, and sets its own limit."""
-
-    pooled = False
-
-    def __init__(self):
-        self.lock = threading.Lock()
-
-    def limit(self, seconds):
-        self.seconds = seconds
-
-    def __call__(self, completions, **columns):
-        return good(completions)
-
-
-@pytest.mark.parametrize("function", [good, good_async, by_group, Own()])
+@pytest.mark.parametrize("function", [good, good_async, by_group])
 def test_a_good_reward_has_no_warning(function):
     found = check(function)
     assert found.warnings == [] and found.errors == found.none == found.timeouts == 0 and found.spread == 1
@@ -152,8 +136,6 @@ def test_slow_completions_are_counted_and_skipped():
     assert found.best[1] == 8 and found.spread == 1
     (warning,) = found.warnings
     assert "longer than 2 s for 1 completions, the first 'it is 9'" in warning
-    own = Own()
-    assert check(own, timeout=3).warnings == [] and own.seconds == 3
 
 
 def test_a_crashing_reward_is_an_error_and_the_check_continues():

@@ -200,15 +200,6 @@ def test_steps_after_a_resume_replace_earlier_versions():
     assert texts(file, 5) == [["new"], ["new"]] and file.replaced == {5}
 
 
-def test_ignores_lines_truncated_by_a_concurrent_resume(tmp_path):
-    path = tmp_path / "samples.jsonl"
-    path.write_bytes(line(1, 0, "a") + line(2, 0, "b"))
-    with open(path, "rb") as reader:
-        file = SampleFile(reader)
-        path.write_bytes(line(1, 0, "a"))
-        assert texts(file, 1) == [["a"]] and texts(file, 2) == [[]]
-
-
 # The histogram counts every kept completion once, in the bin of its total reward.
 def test_few_values_have_a_bin_each(tmp_path):
     found = histogram(written(tmp_path, sample(1, 0.0), sample(1, 1.0), sample(1, 1.0), sample(2, 0.5)))

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from paths import ROOT
 
-from fastgrpo.run.folder import LOCK, MADE, RunFolder, claim_output_dir, contents, made_in, note
+from fastgrpo.run.folder import LOCK, MADE, RunFolder, claim_output_dir, contents, made_in
 
 EVERY_NAME = (
     "config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "summary.json", "trace.json.gz", "merged",
@@ -72,16 +72,6 @@ def test_what_no_run_made_is_neither_deleted_nor_overwritten(tmp_path, name):
             run.claim(name)
         run.close()
         assert (path / name / "file").read_text() == "years of work"
-
-
-def test_notes_are_on_the_disk_before_the_thing_is_made(tmp_path, monkeypatch):
-    """A machine that fails could otherwise keep a checkpoint and lose its note."""
-    synced = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
-    RunFolder(tmp_path).claim("checkpoint-4")
-    note(tmp_path, "merged", "config.json")
-    assert synced == [len("checkpoint-4\n"), len("checkpoint-4\nmerged\nconfig.json\n")]
-    assert made_in(tmp_path) == {"checkpoint-4", "merged", "config.json"}
 
 
 def test_a_folder_that_another_trainer_of_this_process_holds_is_refused(tmp_path):

@@ -117,23 +117,17 @@ def rising(completions, **_):
     return [float(i) for i in range(len(completions))]
 
 
-def spoilt_trainer(tmp_path, spoilt_steps, reward=rising, **settings):
-    """A trainer whose loss is NaN in these steps (from 1)."""
-    small = {"prompts_per_step": 2, "max_steps": 4, "save_steps": 2}
-    trainer = make_trainer(tmp_path, reward, ROWS, **{**small, **settings})
+def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, capsys):
+    trainer = make_trainer(tmp_path, rising, ROWS, prompts_per_step=2, max_steps=4, loss_type="grpo")
     loss = trainer.updates.loss
 
     def spoilt(*arguments):
         out = loss(*arguments)
-        bad = trainer.state.global_step + 1 in spoilt_steps
+        bad = trainer.state.global_step + 1 == 2
         return dataclasses.replace(out, loss=out.loss * torch.nan) if bad else out
 
     trainer.updates.loss = spoilt
-    return trainer
-
-
-def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, capsys):
-    spoilt_trainer(tmp_path, {2}, loss_type="grpo").train()
+    trainer.train()
     rows = lines(tmp_path / "run")
     assert [row["skipped_updates"] for row in rows] == [0, 1, 0, 0]
     assert "loss" not in rows[1] and "grad_norm" not in rows[1] and "reward" in rows[1]
@@ -141,11 +135,3 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "step 2: warning: the loss or the gradient was not finite, so the update was skipped" in out
     assert out.count("a loss near 0 is expected on the first update of a rollout") == 1
-
-
-def test_ten_skipped_updates_end_the_run(tmp_path):
-    trainer = spoilt_trainer(tmp_path, range(3, 100), max_steps=50, save_steps=5)
-    with pytest.raises(ValueError, match=r"10 updates in a row[^\n]*\n  the last good checkpoint is .*checkpoint-10"):
-        trainer.train()
-    assert trainer.state.global_step == 12
-    assert sum(row["skipped_updates"] for row in lines(tmp_path / "run")) >= 9

@@ -14,7 +14,7 @@ from fastgrpo.ranks import Ranks
 from fastgrpo.run import log as module
 from fastgrpo.run import metrics
 from fastgrpo.run.log import FollowedLog, RunLog, columns_of, forget_after, open_log, write_parquet
-from fastgrpo.run.metrics import METRICS, Summary, entry, last_training, mean_loss, read_history
+from fastgrpo.run.metrics import METRICS, entry, read_history
 
 
 def make_log(tmp_path, **settings):
@@ -145,15 +145,6 @@ def test_the_history_up_to_a_checkpoint_is_read_back(tmp_path):
     path.write_text(known + '{"step": 4, "loss": 9.0}\n')
     assert read_history(path, len(known)) == [{"loss": 2.0, "step": 1}, {"eval_reward": None, "step": 3}]
     assert read_history(tmp_path / "nothing", 10) == []
-
-
-def test_the_output_of_training_is_trls():
-    history = [{"step": 2, "loss": 1.0}, {"step": 2, "eval_reward": 5.0}, {"step": 3, "loss": 4.0}]
-    assert mean_loss(history) == 2.0 and mean_loss([]) == 0.0  # a line weighs as much as it has steps
-    assert last_training([{"learning_rate": 1.0}, *history]) == {"learning_rate": 1.0} and last_training(history) == {}
-    summary = Summary({"steps": 4}, {"train_loss": 0.25})
-    assert summary == {"steps": 4} and summary.global_step == 4
-    assert summary.training_loss == 0.25 and summary.metrics == {"train_loss": 0.25}
 
 
 # Ranks other than 0 write and print nothing.

@@ -117,12 +117,6 @@ def test_without_bars_lines_have_the_time_that_is_left(clock, show):
     run(Terminal(bars=False), clock)
     written = screen.getvalue()
     assert "GRPO" not in written and "evaluate" not in written and "0:02 left\n" in written
-    terminal = Terminal()
-    terminal.progress(8, "GRPO", done=4)  # a resumed run counts its own steps
-    assert terminal.seconds_left() is None
-    clock[0] += 6
-    terminal.advance()
-    assert terminal.seconds_left() == 18
 
 
 def test_controls_are_escaped(show):

@@ -101,15 +101,12 @@ def test_a_resumed_run_continues_its_tracked_run_and_a_new_one_starts_another(to
     assert all(row["eval/accuracy"] == 0.5 for *_, row in rows if "train/reward" in row)
 
 
-def test_trackio_keeps_the_table_of_every_step(told):
+def test_both_keep_the_table_of_every_step(told):
     name = json.loads((told.run / KNOWN).read_text())["trackio"]["name"]
     logged = [row for _, run, _, row in trackio_rows(told.files) if run == name]
     tables = [row["completions"]["_value"] for row in logged if "completions" in row]
     assert [{line["step"] for line in table} for table in tables] == [{2}, {4}, {4}, {6}]
     assert tables[0] == [{"step": 2, "prompt": "1+1=", "right": 1.0}, {"step": 2, "prompt": "2+2=", "right": None}]
-
-
-def test_wandb_keeps_the_table_of_every_step(told):
     tables = [json.loads(path.read_text()) for path in sorted(told.run.rglob("*.table.json"))]
     steps = sorted(row[0] for table in tables for row in table["data"])
     assert set(steps) == {2, 4, 6} and all(table["columns"] == ["step", "prompt", "right"] for table in tables)

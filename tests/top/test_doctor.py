@@ -7,10 +7,8 @@ import pytest
 import tiny
 import torch
 from ranks import start
-from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
 from fastgrpo import doctor
-from fastgrpo.trainer.memory import gib
 
 
 def test_prints_packages_machine_and_memory_plan(tmp_path, capsys):
@@ -39,21 +37,6 @@ def test_a_run_that_does_not_fit_gets_its_remedies(tmp_path):
     text = doctor.memory(argv, room=2**20)
     assert "of 1.00 MiB available" in text
     assert re.search(r"this does not fit: the run needs at least .*\n  --max_tokens_per_microbatch 8192 saves", text)
-
-
-def test_reward_models_are_planned_by_their_configs(tmp_path):
-    argv = ["--model_name_or_path", str(tiny.save(tmp_path / "model")), "--device", "cpu"]
-    assert "reward models" not in doctor.memory(argv)
-    names, needed = ["x:y"], 0
-    for prefix, kind in (("", Qwen2ForSequenceClassification), ("prm:", Qwen2ForTokenClassification)):
-        judge = kind(tiny.config(num_labels=1))
-        judge.config.architectures = [kind.__name__]
-        judge.config.save_pretrained(tmp_path / kind.__name__)
-        names.append(f"{prefix}{tmp_path / kind.__name__}")
-        needed += 4 * sum(parameter.numel() for parameter in judge.parameters())
-        told = doctor.memory([*argv, "--reward_funcs", *names])
-        (line,) = [line for line in told.splitlines() if "reward models" in line]
-        assert gib(needed) in line
 
 
 @pytest.mark.slow

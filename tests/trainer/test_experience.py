@@ -90,17 +90,6 @@ def test_the_scale_of_advantages_is_that_of_the_trained_groups(folder, tmp_path)
     assert [sample.advantage for sample in experience if sample.trained] == pytest.approx([-size, size] * 8, rel=1e-6)
 
 
-def test_rewards_that_cancel_do_not_make_a_group_informative(folder, tmp_path):
-    def opposite(completions, prompts, **_):
-        return [-(i % 2) if prompt == "00" else 0.0 for i, prompt in enumerate(prompts)]
-
-    trainer = make_trainer(
-        folder, tmp_path, "1" * 10, [by_plan, opposite], multi_objective_aggregation="normalize_then_sum"
-    )
-    values, experience = stepped(trainer)
-    assert rows_of(experience, trainer) == [1, 2, 3, 4] and values["frac_informative"] == 4 / 5
-
-
 def test_a_group_is_dropped_if_only_masked_completions_have_advantages(folder, tmp_path):
     def reward(completions, prompts, completion_ids, **_):
         full = [prompt != "00" or len(ids) == 6 for prompt, ids in zip(prompts, completion_ids, strict=True)]

@@ -192,13 +192,6 @@ def test_reward_models_on_the_policys_device_take_their_place():
     assert needed("meta") == needed("cpu") + 4 * judge.num_parameters()
 
 
-def test_models_that_cannot_be_planned_are_left_to_loading(monkeypatch):
-    assert plan_run(GRPOConfig(device="cpu"), tiny.model().base_model, room=GIB) is None
-    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a download was begun"))
-    with pytest.raises(ValueError, match="no config of a causal LM at 'org/model'"):
-        outline("org/model")
-
-
 # With whole weights a device needs 18 bytes a parameter: 26 GiB of the 1.5B model. With shards it needs its share of 16
 # bytes and 2 bytes to draw from: 57 + 14 GiB of the 7B model on 2 devices, 61 + 61 GiB of the 32B on 8.
 @pytest.mark.parametrize(
@@ -214,14 +207,6 @@ def test_auto_takes_ddp_where_everything_fits_one_device(planned, name, ranks, m
     assert held["gradients"] == math.ceil(4 * parameters / share)
     assert held["optimizer"] == math.ceil((8 if sharded else 12) * parameters / share)
     assert ("whole weights" in held) == sharded
-
-
-def test_remedies_of_several_devices(planned):
-    with pytest.raises(ValueError, match=r"each of 8 processes .*: whole weights 61.03 GiB") as error:
-        planned("32B", 8).check()
-    assert "--parallel fsdp2_offload saves 61.03 GiB, which is enough" in str(error.value)
-    with pytest.raises(ValueError, match="--parallel fsdp2 saves"):
-        planned("7B", 2, parallel="ddp").check()
 
 
 def test_the_device_with_the_least_room_decides_for_all(planned, tmp_path):
@@ -242,13 +227,9 @@ def test_a_trainer_refuses_a_run_that_does_not_fit_before_it_loads_weights(tmp_p
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("room", [2**40, None])
-def test_a_trainer_prints_its_plan_where_memory_is_limited(tmp_path, monkeypatch, capsys, room):
-    if room is not None:
-        monkeypatch.setattr(setup, "plan_run", functools.partial(plan_run, room=room))
+def test_a_trainer_prints_its_plan_where_memory_is_limited(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(setup, "plan_run", functools.partial(plan_run, room=2**40))
     trainer = make_trainer(tmp_path, gradient_checkpointing="auto")
-    out = capsys.readouterr().out
-    assert ("memory of this run" in out) == ("of 1024.00 GiB" in out) == (room is not None)
-    assert trainer.model.is_gradient_checkpointing == (room is None)
+    assert "of 1024.00 GiB" in capsys.readouterr().out and not trainer.model.is_gradient_checkpointing
     assert trainer.engine.reserved() == trainer.optimizer.bytes_to_come(trainer.policy.device) + trainer.plan.passing
     assert trainer.about()["config"]["gradient_checkpointing"] == "auto"  # the choice is made anew where a run resumes

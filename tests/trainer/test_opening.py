@@ -40,13 +40,3 @@ def test_a_started_run_does_not_resume_another_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="this trainer has begun a run"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert made == {path.name for path in (tmp_path / "other").iterdir()} and len(made) > 3
-
-
-def test_resuming_releases_the_folder_of_an_unused_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    make_trainer(tmp_path).train()
-    trainer = make_trainer(tmp_path, output_dir=None, max_steps=3)
-    taken = trainer.log.dir
-    assert taken.is_dir() and taken.parent.name == "runs"
-    trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert trainer.log.dir == tmp_path / "run" and not taken.exists()

@@ -75,7 +75,7 @@ def test_weight_decay_spares_norms_and_biases():
     assert [(g["weight_decay"], [p.ndim for p in g["params"]]) for g in groups] == [(0.1, [2]), (0.0, [1])]
 
 
-@pytest.mark.parametrize("share, total", [(0.05, 25), (0.1, 12), (0.1, 30), (0.07, 100), (0.01, 3)])
+@pytest.mark.parametrize("share, total", [(0.05, 25), (0.07, 100), (0.01, 3)])
 def test_a_share_of_warmup_is_as_long_as_transformers_makes_it(share, total):
     length = TrainingArguments(warmup_steps=share, use_cpu=True).get_warmup_steps(total)
     assert rates_of(total, "constant_with_warmup", warmup_steps=share).index(1.0) == length

@@ -13,7 +13,6 @@ from fastgrpo.data.records import Prompt, Sample
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.model import Policy
 from fastgrpo.rewards.call import Judging, Rewards
-from fastgrpo.trainer.collect import rolled_out
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 from fastgrpo.trainer.update import GRPOUpdate, Learner
 
@@ -100,10 +99,6 @@ def test_a_run_with_a_rollout_func(tmp_path):
     assert [row["rewards"]["won"] for row in rows] == [0, 1, 2, 3] * 2
     assert all(row["tokens"] == 3 and row["logps"] == [-1, -2, -3] for row in rows)
     assert {row["prompt"][0]["content"] for row in rows} <= {row["prompt"][0]["content"] for row in ROWS}
-
-
-def test_a_rank_without_prompts_calls_no_rollout_func():
-    assert rolled_out(lambda prompts: 1 / 0, {}, ENDS) == {}
 
 
 def test_rejects_a_rollout_func_with_tools(tmp_path):

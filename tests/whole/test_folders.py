@@ -105,17 +105,6 @@ def test_resumes_a_copy_of_a_run(after):
     assert (other / "checkpoint-3").is_dir()
 
 
-@pytest.mark.parametrize("through_a_link", [False, True])
-def test_a_report_does_not_overwrite_a_picture_that_no_run_made(after, capfd, through_a_link):
-    picture, thesis = after.run / "curves.png", after.folder / "thesis.png"
-    thesis.write_text("years of work")
-    picture.unlink(missing_ok=True)
-    picture.symlink_to(thesis) if through_a_link else thesis.rename(picture)
-    (after.run / MADE).write_text("metrics.jsonl\n")
-    check(report.main, [str(after.run)], "curves.png was not made by a run", capfd)
-    assert picture.read_text() == "years of work"
-
-
 def test_errors_name_an_unreadable_or_incomplete_state(after, capfd):
     change_state(after.run / "checkpoint-2", without=["source"])
     refused(after, capfd, "checkpoint-2 .*KeyError: 'source'", **RESUMED)

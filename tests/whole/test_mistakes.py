@@ -172,15 +172,8 @@ RUNS = {
     "a held-out row": (
         {"dataset_name": "."}, lambda c: (c.folder / "test.jsonl").write_text('{"question": "?"}\n'), "test.jsonl:1",
     ),
-    "a data set that the hub does not have": (
-        {"dataset_name": "a/b"}, lambda c: c.fail("datasets.load_dataset", FileNotFoundError("none")),
-        "data set 'a/b'",
-    ),
     "no reward": ({"reward_funcs": None}, None, "--reward_funcs"),
     "a reward that exits": (F, reward("sys.exit(0)", "async def"), "'f' raised SystemExit.*own_rewards.py:4"),
-    "a gpu that is not there": (
-        {"device": "cuda"}, lambda c: c.patch("torch.cuda.is_available", lambda: False), "device='cuda'",
-    ),
     "a folder with something in it": (
         {}, lambda c: (c.run.mkdir(), (c.run / "notes").write_text("x")), "run .*--overwrite_output_dir",
     ),

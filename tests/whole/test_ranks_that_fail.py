@@ -62,15 +62,10 @@ def train_with_full_disk(folder):
     return run_command(command, [])
 
 
-def missing_model(folder):
-    return run_command(lambda argv: make(folder / "nowhere"), [])
-
-
 CASES = {
     "reward": partial(train, reward=on_one(1, broken)),
     "killed": partial(train, reward=on_one(1, killed_in_the_update), parallel="fsdp2"),
     "disk": train_with_full_disk,
-    "no-model": missing_model,
 }
 SECOND = "the completions that the ranks drew in step 2"
 
@@ -100,13 +95,6 @@ def test_a_rank_that_is_killed_ends_the_other_with_a_line(ended):
     codes, told = ended("killed")
     assert codes == [1, -9]
     assert told[0].splitlines()[-1].startswith("rank 0 stops while it waits for an update in step 2: another rank died")
-
-
-def test_a_mistake_that_all_ranks_make_is_reported_once(ended):
-    codes, told = ended("no-model")
-    assert codes == [2, 2]
-    silent = told.index("")  # the rank that came second
-    assert told[1 - silent].startswith(f"error on rank {1 - silent}: no such model folder: ")
 
 
 if __name__ == "__main__":
