@@ -168,6 +168,7 @@ def bits(state):
     ]  # fmt: skip
 
 
+@settings(max_examples=40)
 @given(st.lists(STATES, min_size=4, max_size=4), st.booleans())
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_any_state_comes_back_to_the_last_bit(tmp_path_factory, states, sharded):

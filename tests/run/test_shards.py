@@ -1,30 +1,35 @@
 """Checkpoints of several ranks: any number of ranks reads them to the last bit, and what fails on one fails on all.
 
-Four processes are started once, and `shard_ranks.py` says what each of them does. One alone writes and reads here.
+Four processes are started once, by this file as a script, and do what `shard_ranks.py` has. One alone writes and reads
+here.
 """
 
+import functools
 import json
 import pickle
 import re
+import sys
+from pathlib import Path
 
 import pytest
+import shard_ranks
 import torch
-from ranks import forked
+import torch.distributed as dist
+from ranks import LIMIT, fork, forked
 from safetensors.torch import load_file
-from shard_ranks import DTYPES
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.device_mesh import DeviceMesh
 from toy_parts import about, addresses, differences, draws, make_parts, settings, snapshot_of, trained_parts
 from transformers import set_seed
 
+from fastgrpo.ranks import Ranks, join
 from fastgrpo.run.checkpoint import MANIFEST, verify, write_checkpoint
 from fastgrpo.run.log import open_log
 from fastgrpo.run.snapshot import restore, tensors_in
 
-WRITERS = ("one", "ddp-2", "fsdp2-2", "ddp-4", "fsdp2-4")
-PAIRS = [(name, writer) for name in DTYPES for writer in WRITERS if name == "bf16" or not writer.endswith("2")]
-NAMES = {"one": "one process"} | {
-    f"{mode}-{n}": f"{n} processes with {mode}" for mode in ("ddp", "fsdp2") for n in (2, 4)
-}
+DTYPE = torch.bfloat16
+NAMES = {"one": "one process", "ddp-2": "2 processes with ddp", "fsdp2-2": "2 processes with fsdp2"}
+READERS = {"fsdp2-2": tuple(NAMES), "ddp-2": ("fsdp2-2",), "fsdp2-4": ("fsdp2-2",)}  # the writers that each reads
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +37,34 @@ def ranks(tmp_path_factory):
     """The folder in which all have written, and what each of the four ranks said."""
     folder = tmp_path_factory.mktemp("shards")
     top = folder / "runs"
-    for name, dtype in DTYPES.items():
-        parts = make_parts(dtype)
-        set_seed(100)
-        log = open_log(settings(top / f"{name}-one"))
-        with log:
-            write_checkpoint(log.folder, 3, snapshot_of(parts, dtype).write)
-    codes, said = forked("shard_ranks.py", folder)("all")
+    parts = make_parts(DTYPE)
+    set_seed(100)
+    with open_log(settings(top / "bf16-one")) as log:
+        write_checkpoint(log.folder, 3, snapshot_of(parts, DTYPE).write)
+    codes, said = forked(__file__, folder)("all")
     assert codes == [0, 0, 0, -9], "\n".join(said)
     return top, [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in said]
+
+
+def all_ranks(top):
+    """Four ranks, the first two of which are also a run of their own, write, read and fail."""
+    four = join("cpu", 60)
+    two = Ranks(four.rank, 2, dist.new_group([0, 1], backend="gloo"))
+    runs = {4: (four, DeviceMesh("cpu", list(range(4)))), 2: (two, DeviceMesh("cpu", [0, 1]))}
+    shard_ranks.parts_of_work(four)
+    if four.rank < 2:
+        shard_ranks.write(top / "bf16-ddp-2", "bf16", two, None)
+        shard_ranks.write(top / "bf16-fsdp2-2", "bf16", *runs[2])
+    four.any(False, "all checkpoints")
+    for reader, writers in READERS.items():
+        mode, count = reader.split("-")
+        ranks, mesh = runs[int(count)]
+        for writer in writers if four.rank < ranks.size else ():
+            path = top / f"bf16-{writer}" / "checkpoint-3"
+            shard_ranks.read(top, path, "bf16", ranks, mesh if mode == "fsdp2" else None)
+    four.any(False, "all readings")
+    shard_ranks.go_on_or_not(top / "refusing", *runs[4])
+    shard_ranks.fail(top / "failing", *runs[4])
 
 
 def test_a_failure_on_one_rank_fails_all_ranks(ranks):
@@ -57,30 +81,26 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(ranks):
     """To the last bit; with a warning where the ranks are others; further ranks seed their generators."""
     found = {}
     for rank, line in [(rank, line) for rank, lines in enumerate(ranks[1]) for line in lines if "read" in line]:
-        name, _, writer = line["read"].removesuffix("/checkpoint-3").partition("-")
-        found[rank, line["by"], name, writer] = line
-    readers = [(rank, reader) for reader in WRITERS[1:] for rank in range(int(reader[-1]))]
+        found[rank, line["by"], line["read"].removesuffix("/checkpoint-3").removeprefix("bf16-")] = line
     assert found.keys() == {
-        (*reader, name, writer) for reader in readers for name, writer in PAIRS
-        if (name, reader[1]) in PAIRS and not ("ddp" in reader[1] and "ddp" in writer)
+        (rank, reader, writer) for reader, writers in READERS.items() for writer in writers
+        for rank in range(int(reader[-1]))
     }  # fmt: skip
-    for (rank, reader, _, writer), line in found.items():
+    for (rank, reader, writer), line in found.items():
         assert line["different"] == [] and not line["moved"], (rank, reader, writer)
-        warning = f"warning: checkpoint-3 was written by {NAMES[writer]}, and continues with {NAMES[reader]}"
+        warning = f"warning: checkpoint-3 was written by {NAMES[writer]}, and continues with "
         assert [said.startswith(warning) for said in line["said"]] == [True] * (reader != writer)
-        written = 1 if writer == "one" else int(writer[-1])
-        set_seed(100 + rank if rank < written else 5 + rank)
+        set_seed(100 + rank if rank < (1 if writer == "one" else 2) else 5 + rank)
         assert tuple(line["drawn"]) == draws(), (rank, writer)
 
 
-@pytest.mark.parametrize("name, writer", PAIRS)
-def test_one_process_reads_what_any_number_of_ranks_wrote(ranks, name, writer):
-    dtype, said = DTYPES[name], []
-    path, parts = ranks[0] / f"{name}-{writer}" / "checkpoint-3", make_parts(dtype, seed=1, trained=False)
+@pytest.mark.parametrize("writer", NAMES)
+def test_one_process_reads_what_any_number_of_ranks_wrote(ranks, writer):
+    path, parts, said = ranks[0] / f"bf16-{writer}" / "checkpoint-3", make_parts(DTYPE, seed=1, trained=False), []
     before = addresses(parts)
-    restore(parts, path, about(dtype), said.append)
+    restore(parts, path, about(DTYPE), said.append)
     drawn = draws()
-    assert differences(parts, trained_parts(dtype)) == [] and addresses(parts) == before
+    assert differences(parts, trained_parts(DTYPE)) == [] and addresses(parts) == before
     assert [line.partition(",")[0] for line in said] == (
         [] if writer == "one" else [f"warning: checkpoint-3 was written by {NAMES[writer]}"]
     )
@@ -88,19 +108,17 @@ def test_one_process_reads_what_any_number_of_ranks_wrote(ranks, name, writer):
     assert drawn == draws()
 
 
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("writer", NAMES)
 def test_the_export_is_the_same_and_every_file_is_listed(ranks, writer):
     path = ranks[0] / f"bf16-{writer}" / "checkpoint-3"
     verify(path, of_run=True)
-    weights, whole = load_file(path / "model.safetensors"), trained_parts(torch.bfloat16)["policy"].state_dict()
+    weights, whole = load_file(path / "model.safetensors"), trained_parts(DTYPE)["policy"].state_dict()
     assert weights.keys() == whole.keys() and all(torch.equal(weights[name], whole[name]) for name in whole)
     there = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
     assert set(json.loads((path / MANIFEST).read_text())["files"]) == there - {MANIFEST}
-    count = 0 if writer == "one" else int(writer[-1])
-    own = {f"shards/rng-{rank}.pt" for rank in range(count)} | {f"shards/__{rank}_0.distcp" for rank in range(count)}
-    assert own <= there
+    own = {f"shards/{name}" for rank in (0, 1) for name in (f"rng-{rank}.pt", f"__{rank}_0.distcp")}
     state = json.loads((path / "trainer_state.json").read_text())
-    assert writer == "one" or (state["parallel"], state["ranks"]) == (writer.partition("-")[0], count)
+    assert writer == "one" or (own <= there and (state["parallel"], state["ranks"]) == (writer.partition("-")[0], 2))
 
 
 class Forged:
@@ -161,3 +179,8 @@ def test_a_kill_during_a_save_keeps_earlier_checkpoints(ranks):
     for line in said:
         assert "the shards of checkpoint-4" in line["lost"] and line["good"] == [1]
     verify(ranks[0] / "failing" / "checkpoint-1", of_run=True)
+
+
+if __name__ == "__main__":
+    body = functools.partial(all_ranks, Path(sys.argv[1]) / "runs")
+    fork({"all": body}, sys.argv[1], count=4, limit=5 * LIMIT)

@@ -39,8 +39,8 @@ while wanted == "wait":
 summary = {"accuracy_before": 0.25, "accuracy_after": 0.5, "steps": 1, "num_tokens": 9, "wall_seconds": 1.0}
 (run / "summary.json").write_text(json.dumps(summary))
 """
-FLAGS = "--max_steps 1 --sweep num_generations=2,4 --sweep_seeds 0,1"
-RUNS = [f"num_generations={g},seed={s}" for g in (2, 4) for s in (0, 1)]
+FLAGS = "--max_steps 1 --sweep num_generations=2,4 --sweep_seeds 0"
+RUNS = [f"num_generations={g},seed=0" for g in (2, 4)]
 
 
 def test_makes_a_run_for_each_combination_and_seed():
@@ -88,16 +88,16 @@ def make(tmp_path, monkeypatch, capsys):
 
 def test_makes_every_run_once_and_continues_after_a_failure(make, tmp_path, capsys):
     folder = tmp_path / "sweep"
-    with pytest.raises(ValueError, match=f"1 of 4 runs failed: {RUNS[1]}; to continue it, repeat the command"):
+    with pytest.raises(ValueError, match=f"1 of 2 runs failed: {RUNS[1]}; to continue it, repeat the command"):
         make({RUNS[1]: "fail"}, FLAGS + " --quiet")
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith(f"{RUNS[1]}: failed with exit code 1")
     assert told[1:3] == ["  a line", "  error: the reason"]
     assert f"table {folder / 'sweep.csv'}, picture {folder / 'sweep.png'}" in told
-    assert "4 runs, 3 of them done already" in make()
+    assert "2 runs, 1 of them done already" in make()
     titles, first, *rest = (folder / "sweep.csv").read_text().splitlines()
     assert titles == "setting,seed,accuracy_before,accuracy_after,reward,steps,num_tokens,wall_seconds"
-    assert first == "num_generations=2,0,0.25,0.5,0.5,1,9,1.0" and len(rest) == 3
+    assert first == "num_generations=2,0,0.25,0.5,0.5,1,9,1.0" and len(rest) == 1
     assert {"sweep.csv", "sweep.png", f"{RUNS[0]}.log"} <= made_in(folder)
     assert (folder / "sweep.png").stat().st_size > 10_000
     assert (folder / f"{RUNS[0]}.log").read_text() == "a line\n"
@@ -133,6 +133,7 @@ def test_a_signal_stops_the_runs(make, tmp_path, capsys):
     assert "0 of them done already" in make()
 
 
+@pytest.mark.slow
 def test_a_run_ends_when_its_sweep_is_killed(make, tmp_path):
     """Its folder is then free, so that the sweep can be continued."""
     process = multiprocessing.get_context("fork").Process(target=make, args=({name: "wait" for name in RUNS},))

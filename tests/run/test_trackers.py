@@ -82,6 +82,7 @@ def wandb_rows(run):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["trackio", "wandb"])
 def test_a_resumed_run_continues_its_tracked_run_and_a_new_one_starts_another(told, name):
     if name == "trackio":
@@ -101,6 +102,7 @@ def test_a_resumed_run_continues_its_tracked_run_and_a_new_one_starts_another(to
     assert all(row["eval/accuracy"] == 0.5 for *_, row in rows if "train/reward" in row)
 
 
+@pytest.mark.slow
 def test_both_keep_the_table_of_every_step(told):
     name = json.loads((told.run / KNOWN).read_text())["trackio"]["name"]
     logged = [row for _, run, _, row in trackio_rows(told.files) if run == name]
