@@ -81,16 +81,6 @@ def test_the_figures_of_a_finished_run(tmp_path):
     assert found["Time"][1] == "2 s of it in steps, 0.5 s per step"
 
 
-def test_the_figures_of_an_unfinished_run(tmp_path):
-    config = {"max_steps": 100, "loss_type": "dapo", "model_name_or_path": None, "reward_funcs": ["a", "b"], "seed": 0}
-    folder = write_run(tmp_path, config=config, evaluated=[(2, 0.5)], **{"memory/peak_gib": lambda step: step / 2})
-    run = read_run(folder, "a")
-    found = figures(run)
-    assert found["Held-out accuracy"] == ("0.500", "at step 2 95%: 0.400 to 0.600")
-    assert found["Steps"][0] == "4" and found["Steps"][1].startswith("of 100; not finished")
-    assert found["Time"] == ("2 s", "in steps, 0.5 s per step") and found["Peak memory"] == ("2 GiB", "")
-
-
 # Curves.
 def test_a_long_curve_keeps_its_spikes_and_its_ends():
     values = [random.Random(step).random() for step in range(10_001)]

@@ -74,22 +74,6 @@ def test_what_no_run_made_is_neither_deleted_nor_overwritten(tmp_path, name):
         assert (path / name / "file").read_text() == "years of work"
 
 
-def test_a_folder_that_another_trainer_of_this_process_holds_is_refused(tmp_path):
-    run = RunFolder(tmp_path)
-    (tmp_path / "link").symlink_to(tmp_path)
-    for path in (tmp_path, tmp_path / "link"):
-        with pytest.raises(ValueError, match=r"another trainer of this process; let its train\(\) end"):
-            RunFolder(path)
-    run.check()
-    run.close()
-    with pytest.raises(ValueError, match="its run has ended; make a new trainer"):
-        run.check()
-    second = RunFolder(tmp_path)
-    run.close()  # which does not release the next one's
-    assert second.held and not run.held
-    second.close()
-
-
 def test_a_holder_that_nothing_refers_to_gives_its_folder_back(tmp_path):
     class Trainer:
         def __init__(self):

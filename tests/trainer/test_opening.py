@@ -1,6 +1,7 @@
 """The folder of a run, and `train(resume_from_checkpoint=...)`."""
 
 import pytest
+import tiny
 from resumed import assert_same_run
 from runs import lines, make_trainer
 
@@ -9,12 +10,16 @@ pytestmark = pytest.mark.usefixtures("without_curves")
 
 @pytest.mark.parametrize("resume, overwrite", [(True, False), ("checkpoint-2", True)])
 def test_train_resumes_from_a_checkpoint_bit_for_bit(tmp_path, resume, overwrite):
-    def make(name="run", **settings):
-        return make_trainer(tmp_path, output_dir=str(tmp_path / name), lr_scheduler_type="constant", **settings)
+    """With a model that is given as an object."""
 
-    make(max_steps=2, save_steps=2).train()
-    make("whole", max_steps=4, save_steps=2).train()
-    trainer = make(max_steps=4, save_steps=2, overwrite_output_dir=overwrite)
+    def make(name="run", **settings):
+        settings |= {"lr_scheduler_type": "constant", "save_steps": 2, "dtype": "bfloat16"}
+        model = tiny.model("llama", vocab_size=258, tie_word_embeddings=True)
+        return make_trainer(tmp_path, model=model, output_dir=str(tmp_path / name), **settings)
+
+    make(max_steps=2).train()
+    make("whole", max_steps=4).train()
+    trainer = make(max_steps=4, overwrite_output_dir=overwrite)
     resume = resume if resume is True else str(tmp_path / "run" / resume)
     assert trainer.train(resume_from_checkpoint=resume).global_step == 4
     assert_same_run(tmp_path / "run", tmp_path / "whole")

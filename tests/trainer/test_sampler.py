@@ -71,13 +71,6 @@ def test_the_expected_gradient_is_that_of_the_policy_over_the_kept_tokens(filter
         assert highest > lowest + 0.01 and (plain - expected).norm() > 0.01 * expected.norm()
 
 
-def test_a_run_with_the_correction_measures_it(tmp_path):
-    values = make_trainer(tmp_path, rising, top_k=3, importance_sampling_mode="token_truncate").step()
-    assert values["rollout/logp_gap"] < 1e-5  # of the policy's own log-probs, not the sampler's
-    lowest, mean, highest = (values[f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "mean", "max"))
-    assert 0 < lowest < mean < highest <= 1
-
-
 def test_a_run_with_a_penalty_learns_and_is_judged_without_it(tmp_path, monkeypatch):
     settings = {"repetition_penalty": 1.5, "importance_sampling_mode": "token_truncate"}
     rows = [{"prompt": "ab"}]

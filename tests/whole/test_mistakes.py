@@ -20,18 +20,15 @@ RUN = "--task dataset --dataset_name {rows} --reward_funcs own_rewards:share --d
 LINES = {
     # command line: what the message names
     "train --learning_rat 1": "learning_rat.*did you mean --learning_rate",
-    "train gsm8k": "gsm8k",
     "train --gradient_checkpointing maybe": "gradient_checkpointing",
     "train --num_generations 1": "num_generations must be at least 2, got 1",
     "train --max_num_seqs 4": "max_num_seqs=4 .* num_generations=8",
     "train --task gsm9k": "task .*'gsm9k'",
     "train --dataset_name x.jsonl": "arithmetic makes its own data",
     "train --config no.yaml": "no.yaml",
-    "train --config {model}/model.safetensors": "safetensors is not YAML",
     f"train {RUN} --model_name_or_path {{model}} --output_dir {{rows}}/x": "output_dir",
     f"train {RUN} --model_name_or_path ./no/such": "no such model folder: ./no/such",
     "train --sweep num_generation=2,4": "--sweep: .*'num_generations'",
-    "train --sweep num_generations=4,1": "num_generations",
     f"train {RUN} --sweep model_name_or_path={{model}},/no/such": "no such model folder: /no/such",
     "evaluate": "model",
     "evaluate {model} --output {rows}": "train.jsonl exists",
@@ -157,14 +154,8 @@ def test_rejects_a_wrong_row(row, command, case, capfd):
     check(importlib.import_module(f"fastgrpo.{command}").main, argv, ROWS[row], capfd)
 
 
-def reward(body, kind="def"):
-    code = f"import sys\n\n{kind} f(completions, log_metric, log_extra, **_):\n    {body}\n    return [1.0] * 4\n"
-    return lambda c: (c.folder / "own_rewards.py").write_text(code)
-
-
 FULL = OSError(errno.ENOSPC, "No space left on device", "run/checkpoint-1/model.safetensors")
 OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 1 GiB")
-F = {"reward_funcs": "own_rewards:f"}
 RUNS = {
     # name: (changed settings, how the case is spoilt, what the message names)
     "no data": ({"dataset_name": None}, None, "--dataset_name"),
@@ -173,7 +164,10 @@ RUNS = {
         {"dataset_name": "."}, lambda c: (c.folder / "test.jsonl").write_text('{"question": "?"}\n'), "test.jsonl:1",
     ),
     "no reward": ({"reward_funcs": None}, None, "--reward_funcs"),
-    "a reward that exits": (F, reward("sys.exit(0)", "async def"), "'f' raised SystemExit.*own_rewards.py:4"),
+    "a reward that exits": (
+        {}, lambda c: (c.folder / "own_rewards.py").write_text("def share(completions, **_):\n    raise SystemExit(0)"),
+        "'share' raised SystemExit.*own_rewards.py:2",
+    ),
     "a folder with something in it": (
         {}, lambda c: (c.run.mkdir(), (c.run / "notes").write_text("x")), "run .*--overwrite_output_dir",
     ),
