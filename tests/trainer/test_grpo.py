@@ -10,7 +10,7 @@ import tiny
 import torch
 from runs import PROMPTS, lines, make_trainer, samples_of, share_of_a
 from transformers import AutoModelForCausalLM
-from updates import before_each_step, make_update
+from updates import before_each_step, make_update, rising
 
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.model import Policy
@@ -181,4 +181,5 @@ def test_a_bounded_backward_pass_leaves_columns_out(tmp_path):
     with torch.no_grad():
         model.lm_head.weight[:258] *= 12
         model.lm_head.weight[258:] = 0
-    assert make_trainer(tmp_path, model=model, head_backward_tolerance=0.1).step()["head/kept_columns"] < 0.9
+    values = make_trainer(tmp_path, rising, model=model, head_backward_tolerance=0.1).step()
+    assert values["head/kept_columns"] < 0.9  # from 0.9 on, the exact pass would be taken
