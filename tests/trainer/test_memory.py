@@ -167,9 +167,6 @@ def test_a_run_that_does_not_fit_is_refused_with_flags_that_help(planned):
     first, *others = str(error.value).splitlines()[1].split("; ")
     assert "--use_peft True saves" in first and "which is enough" in first
     assert {"--ref_storage cpu saves 14.19 GiB", "--beta 0 saves 14.19 GiB"} <= set(others)
-    long = {"max_completion_length": 32_768, "num_generations": 24, "use_peft": True}
-    with pytest.raises(ValueError, match=r"--max_completion_length 16384 saves 38.89 GiB, which is enough"):
-        planned("7B", **long).check()
 
 
 def test_gradient_checkpointing_is_chosen_by_memory(planned):
