@@ -193,6 +193,7 @@ class Runner:
             self.parse(module, argv)
         else:
             self.make_runs(argv)
+            argv += ["--max_tokens", "4"] if command == "chat" else []
             found = module.main([re.sub(MODELS, str(self.model), word) for word in argv])
             assert found in (0, 1) if command == "check" else found == 0, f"{name} ended with {found}"
 
