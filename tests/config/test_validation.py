@@ -71,16 +71,6 @@ def test_every_rule_has_a_case_and_reads_existing_settings():
         assert all(hasattr(record, name) for name in inspect.signature(rule).parameters), rule.__name__
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"loss_type": "sapo", "delta": 2.0},
-     {"loss_type": "vespo", "importance_sampling_mode": "sequence_mask"}],
-)  # fmt: skip
-def test_settings_reject_what_the_loss_rejects(settings):
-    with pytest.raises(ValueError, match=r"delta|vespo"):
-        GRPOConfig(**settings)
-
-
 def test_accepts_values_at_the_edge_of_a_rule():
     assert GRPOConfig(metric_for_best_model="eval/accuracy", eval_steps=10, save_steps=20).save_steps == 20
     edge = GRPOConfig(updates_per_rollout=8, soft_punish_cache=512, eval_num_generations=256)

@@ -86,16 +86,6 @@ def test_the_loss_is_the_formula_of_the_tutorial(run, start):
     assert len({update["loss"] for update in run}) == UPDATES
 
 
-def test_a_rollout_is_learned_from_twice_with_its_old_log_probs(run):
-    first, second, third, fourth = run
-    for once, again in ((first, second), (third, fourth)):
-        assert again["rows"] is not once["rows"] and again["rows"] == once["rows"]
-        assert again["tokens"] is once["tokens"]
-        torch.testing.assert_close(once["new"], once["tokens"]["old_logps"])  # the policy that drew
-        assert not torch.allclose(again["new"], once["tokens"]["old_logps"], atol=1e-4)
-    assert third["rows"] != first["rows"] and third["tokens"] is not first["tokens"]
-
-
 def test_masks_end_with_the_first_stop_token(start, monkeypatch, real):
     module = lightning_grpo.GRPO(start)
     one, space, stop = module.tokenizer("1 ")["input_ids"] + [module.tokenizer.eos_token_id]

@@ -1,8 +1,5 @@
 """The forward that TRL's trainer calls: log-probs and entropies of its own, for every head that it has."""
 
-import importlib
-import sys
-
 import pytest
 import tiny
 import torch
@@ -88,13 +85,6 @@ def test_logits_are_never_made(tmp_path, monkeypatch):
         assert made.ours._get_per_token_logps_and_entropies(model, ids, ones, 4)[0].shape == (6, 4)
     with pytest.raises(AssertionError, match="of others"):
         gradients(made.theirs, inputs)
-
-
-def test_a_version_of_trl_without_such_a_head_is_refused(monkeypatch):
-    monkeypatch.delattr("trl.trainer.utils.FusedCausalLMOutput")
-    monkeypatch.delitem(sys.modules, "fastgrpo.integrations.trl")
-    with pytest.raises(ImportError, match=r"pip install 'trl>=1\.15,<2'"):
-        importlib.import_module("fastgrpo.integrations.trl")
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from oracle import CHUNKS, Products, float32_case, make_case, run, set_chunk, truth, truth_of
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks.compare import compare
 from fastgrpo import Objective, linear_grpo_loss, linear_logprob
@@ -233,21 +232,3 @@ def test_inactive_rows_are_never_projected(monkeypatch, chunk):
     active, vocab = 10, 11
     assert sum(shape[0] for shape in count.shapes if shape[0] != vocab and shape[2] == vocab) == active
     assert sum(rows for first, rows, _ in count.shapes if first == vocab) == active
-
-
-@CHUNKS
-def test_inside_a_checkpoint(monkeypatch, chunk):
-    """In one chunk: one forward, one recomputed, two gradient products. The first pass does no work that is lost."""
-    set_chunk(monkeypatch, chunk)
-    case = float32_case()
-    expected, gradients = run(case, linear_grpo_loss)
-    head = case.head()
-    with Products() as count:
-        loss = checkpoint(
-            lambda hidden, weight: linear_grpo_loss(hidden, weight, **case.rest()).loss, *head.values(),
-            use_reentrant=False,
-        )  # fmt: skip
-        loss.backward()
-    assert chunk or len(count) == 4
-    assert torch.equal(loss, expected.loss)
-    assert all(torch.equal(tensor.grad, gradients[name]) for name, tensor in head.items())

@@ -151,15 +151,12 @@ def test_no_wait_for_the_device(n, level):
     assert weight.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("n", (2048, 16384))
-def test_torch_compile(n):
-    head = head_of(n, 896, 32000)
-    rows = torch.arange(0, n, 2, device="cuda")
-    if n > 8192:
-        rows = torch.arange(n, device="cuda")
+def test_torch_compile():
+    """In two chunks."""
+    head = head_of(16384, 896, 32000)
 
     def loss(hidden, weight):
-        return linear_grpo_loss(hidden * 1.0, weight, backend="triton", **arguments(head, rows=rows)).loss
+        return linear_grpo_loss(hidden * 1.0, weight, backend="triton", **arguments(head)).loss
 
     leaves = [x.detach().requires_grad_() for x in (head.hidden, head.weight)]
     theirs = torch.autograd.grad(loss(*leaves), leaves)

@@ -39,13 +39,6 @@ def test_weights_by_hand(loss_type):
         assert objective.token_weights(MASK).sum().item() == pytest.approx(1)  # without sequences
 
 
-@pytest.mark.parametrize("loss_type", WEIGHTS)
-def test_weights_of_a_batch_without_a_kept_token_are_zero(loss_type):
-    objective, none = Objective(loss_type, max_completion_length=10), torch.zeros(9, dtype=torch.bool)
-    assert weights(objective, none).dtype == torch.float32 and torch.equal(weights(objective, none), torch.zeros(9))
-    assert weights(objective, none, num_items_in_batch=0).sum() == 0
-
-
 # the knob that the error names, and settings that are refused
 REFUSED = [
     ("loss_type", {"loss_type": "ppo"}, {"loss_type": ["dapo"]}),

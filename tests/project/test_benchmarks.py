@@ -9,7 +9,7 @@ import pytest
 import torch
 from paths import ROOT
 
-from benchmarks import first_gpu, growth, peers, report
+from benchmarks import first_gpu, peers, report
 from benchmarks.batches import make_batch
 from benchmarks.compare import append, compare, rows_of
 from benchmarks.contestants import Contestant, Failed, contest, taking_part
@@ -49,18 +49,6 @@ def test_peak_memory():
     assert peaks == {"leave": 1_000_000, "in turn": 1_200_000, "nothing": 0}
 
 
-@pytest.mark.gpu
-def test_peak_memory_and_time_on_cuda():
-    def call():
-        temporary = torch.empty(2**20, device="cuda")
-        kept = torch.empty(2**21, device="cuda")
-        del temporary
-        return kept
-
-    result = compare({"leave": call}, 3, "cuda")["leave"]
-    assert result["peak_bytes"] == 2**22 and 0 < result["median_s"] < 1
-
-
 def test_results_become_tables_of_their_newest_run(tmp_path, capsys):
     result = {"rounds": 5, "median_s": 0.002, "p20": 0.001, "p80": 0.003, "peak_bytes": 3 * 2**20}
     for median, date in ((0.009, "2026-01-01"), (0.002, "2026-02-02")):
@@ -76,12 +64,6 @@ def test_results_become_tables_of_their_newest_run(tmp_path, capsys):
     assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text and "9.00" not in text
     assert "| tiny | fastgrpo | 2.00 (1.00 to 3.00) | 1.00 | 3 |" in text
     assert "| tiny | peer | 5.00 (1.00 to 3.00) | 2.50 | 3 |" in text and "Missing: absent (not installed)" in text
-
-
-def test_the_exponent_of_growth():
-    rows = [{"size": size, "ms_p50": 8 + size**1.5, "peak_mib": 7.0} for size in (1, 64, 4096, 16_384)]
-    assert growth.last_exponent(rows, "ms_p50") == pytest.approx(1.5, abs=1e-4)  # without the fixed cost of 8 ms
-    assert growth.exponent(rows, "peak_mib") == 0
 
 
 def test_the_filter_leaves_out_what_cut_cross_entropy_does():
