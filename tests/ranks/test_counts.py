@@ -6,6 +6,7 @@ import pytest
 import tiny
 from ranks import LIMIT, forked
 
+pytestmark = pytest.mark.slow
 SMALL = {"max_tokens_per_microbatch": 30}  # each rank has 2 groups of about 26 tokens, so that it makes 2 passes
 CASES = {
     "ddp-small": {"parallel": "ddp", "num_iterations": 2, **SMALL},

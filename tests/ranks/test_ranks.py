@@ -20,7 +20,6 @@ from fastgrpo.ranks import (
     RankLost,
     Ranks,
     _attempt,
-    check_group,
     claim_gpu,
     end,
     join,
@@ -229,12 +228,6 @@ def test_two_ranks_cannot_have_one_gpu():
         claim_gpu(store, gpu, rank)
     with pytest.raises(ValueError, match=r"^rank 2 has the same GPU as rank 0"):
         claim_gpu(store, "a", 2)
-
-
-def test_rejects_a_process_group_without_a_backend_for_the_device():
-    check_group(["cpu", "cuda"], "cuda")
-    with pytest.raises(ValueError, match="supports tensors on cuda, but the ranks compute on cpu"):
-        check_group(["cuda"], "cpu")
 
 
 # How an error that ends a rank reaches the user, the other ranks and torchrun.
