@@ -9,6 +9,7 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tiny
@@ -28,7 +29,7 @@ EVAL_ROWS = [{"prompt": text} for text in ("x", "yz", "1+2=")]
 EXAMPLES = [{"prompt": "a" * i, "completion": "bc" * (1 + i * i % 7)} for i in range(1, 8)]
 SETTINGS = {
     "plain": {"beta": 0.05, "num_iterations": 2, "updates_per_rollout": 2},
-    "refills": {"beta": 0.05, "num_iterations": 2, "dynamic_sampling": 10, "scale_rewards": "batch"},
+    "refills": {"beta": 0.05, "num_iterations": 2, "dynamic_sampling": 2, "scale_rewards": "batch"},
     "adapters": {"use_peft": True, "lora_r": 4, "beta": 0.05, "lora_target_modules": "all-linear"},
     "full kl": {"beta": 0.1, "kl": "full", "max_tokens_per_microbatch": 64},
     "moving": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
@@ -75,7 +76,8 @@ def train(folder, name, **settings):
     else:
         args = GRPOConfig(**{**defaults, "prompts_per_step": 5, "num_generations": 4, **SETTINGS[name], **settings})
         trainer = GRPOTrainer(model, judged, args, rows(), EVAL_ROWS)
-    trainer.train()
+    with mock.patch("fastgrpo.run.curves.draw_curves"):
+        trainer.train()
     if not trainer.policy.lockstep:  # after all updates the copies of the ranks are the same to the last bit
         digest = digest_of_weights(trainer.policy.state_dict())
         assert trainer.ranks.gather(digest, "the last weights") == [digest] * trainer.ranks.size

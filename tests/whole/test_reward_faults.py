@@ -34,12 +34,12 @@ class Killer(TrainerCallback):
 def test_a_run_with_faults_completes_and_leaves_no_process(tmp_path):
     before, killer = {*psutil.Process().children(recursive=True)}, Killer()
     trainer = make_trainer(
-        tmp_path, pool_rewards.faulty, max_steps=12, prompts_per_step=3, callbacks=[killer],
+        tmp_path, pool_rewards.faulty, max_steps=8, prompts_per_step=3, callbacks=[killer],
         reward_errors="skip", reward_timeout=0.5, reward_workers=2,
     )  # fmt: skip
     trainer.train()
     found = lines(tmp_path / "run")
     assert not {*psutil.Process().children(recursive=True)} - before
-    assert killer.killed == 2 and found[-1]["step"] == 12
+    assert killer.killed == 2 and found[-1]["step"] == 8
     for kind in ("errors", "timeouts"):
         assert sum(line.get(f"rewards/faulty/{kind}", 0) for line in found) > 0, kind
