@@ -63,14 +63,14 @@ def set_chunk(rows):
         head.linear_grpo_loss = partial(getattr(function, "func", function), chunk_rows=rows)
 
 
-def results(head, rest, group):
+def results(head, rest, group, backend):
     """Everything the two public functions return, and every gradient, by name."""
     found = {}
     for size in (100, 4) if TRITON else (100, 9, 4):  # one chunk, chunks of sequences, sequences longer than a chunk
         set_chunk(size)
         for name, knobs in KNOBS.items():
             leaves = {key: value.detach().clone().requires_grad_() for key, value in head.items()}
-            out = linear_grpo_loss(**leaves, return_entropy=True, process_group=group, backend=BACKEND, **rest, **knobs)
+            out = linear_grpo_loss(**leaves, return_entropy=True, process_group=group, backend=backend, **rest, **knobs)
             (1.5 * out.loss).backward()
             found[name, size] = {"loss": out.loss.detach(), "logps": out.logps, "entropy": out.metrics["entropy"]}
             found[name, size] |= {key: leaf.grad for key, leaf in leaves.items()}
@@ -78,7 +78,7 @@ def results(head, rest, group):
         leaves = {key: value.detach().clone().requires_grad_() for key, value in head.items()}
         logps, entropy = linear_logprob(
             **leaves, targets=rest["targets"], temperature=0.8, return_entropy=True, process_group=group,
-            sum_hidden_grad=summed, backend=BACKEND,
+            sum_hidden_grad=summed, backend=backend,
         )  # fmt: skip
         (logps * rest["advantages"] + entropy).sum().backward()
         if group is not None and not summed:
@@ -92,9 +92,9 @@ def check(group):
     """This rank's results against the whole head on this process."""
     rank = dist.get_rank()
     head, rest = problem(DTYPE)
-    expected = results(head, rest, group=None)
+    expected = results(head, rest, None, "chunked")
     sharded = {key: value.split(SHARDS)[rank] if key != "hidden" else value for key, value in head.items()}
-    actual = results(sharded, rest, group=group)
+    actual = results(sharded, rest, group, BACKEND)
     for case, values in expected.items():
         for name, whole in values.items():
             value = whole.split(SHARDS)[rank] if name in ("weight", "bias") else whole
