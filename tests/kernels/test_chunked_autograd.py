@@ -89,11 +89,11 @@ def test_autocast_changes_nothing(monkeypatch, hidden_dtype, chunk):
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "level", "chunk"),
-    [("eager", "sequence", 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in
-                                 (("eager", "token", 8), ("eager", "sequence", None), ("inductor", "token", 8)))],
-)  # fmt: skip
+    [("eager", "sequence", 8), ("eager", "token", 8), ("eager", "sequence", None), ("inductor", "token", 8)],
+)
 def test_under_torch_compile(monkeypatch, backend, level, chunk):
     """In two chunks each is traced anew."""
     if backend == "inductor" and shutil.which("g++") is None:
