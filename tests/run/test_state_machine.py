@@ -224,4 +224,4 @@ class Runs(RuleBasedStateMachine):
 
 
 TestRuns = Runs.TestCase
-TestRuns.settings = settings(max_examples=40, stateful_step_count=20)
+TestRuns.settings = settings(max_examples=30, stateful_step_count=20)

@@ -26,7 +26,7 @@ def test_a_learnable_reward_is_learnt_within_20_updates(tmp_path):
         """The share of vowels: about 0.02 at random."""
         return [sum(character in "aeiou" for character in text) / 6 for text in completions]
 
-    settings = {"num_generations": 32, "prompts_per_step": 8, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+    settings = {"num_generations": 16, "prompts_per_step": 8, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
     make_trainer(tmp_path, vowels, max_steps=20, **settings).train()
     rewards = [row["reward"] for row in lines(tmp_path / "run") if "reward" in row]
     assert rewards[0] <= 0.2 and max(rewards) >= 0.95

@@ -8,7 +8,7 @@ import pytest
 import tiny
 from mistakes import Case, check
 
-from fastgrpo import report, train
+from fastgrpo import train
 from fastgrpo.run.checkpoint import MANIFEST, STATE, _entry
 from fastgrpo.run.folder import LOCK, MADE
 
@@ -100,7 +100,6 @@ def test_a_resumed_run_refuses_other_weights_below_its_reference(after, capfd):
 def test_resumes_a_copy_of_a_run(after):
     """Without the files whose names begin with a dot, as `cp -r run/*` copies it."""
     other = shutil.copytree(after.run, after.folder / "other", ignore=shutil.ignore_patterns(".*"))
-    assert report.main([str(other)]) == 0
     assert train.main(after.argv(**RESUMED, output_dir=other)) == 0
     assert (other / "checkpoint-3").is_dir()
 
@@ -110,10 +109,3 @@ def test_errors_name_an_unreadable_or_incomplete_state(after, capfd):
     refused(after, capfd, "checkpoint-2 .*KeyError: 'source'", **RESUMED)
     write_state(after.run / "checkpoint-2", "[]")
     refused(after, capfd, "checkpoint-2/trainer_state.json does not hold", **RESUMED)
-
-
-def test_skips_unreadable_metrics_with_a_warning(after, capfd):
-    metrics = after.run / "metrics.jsonl"
-    metrics.write_bytes(b"\x80rubbish" + metrics.read_bytes()[8:])
-    assert train.main(after.argv(**RESUMED)) == 0 and report.main([str(after.run)]) == 0
-    assert "metrics.jsonl:1 holds no metrics" in capfd.readouterr().out

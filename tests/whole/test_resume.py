@@ -84,16 +84,6 @@ def crashed(folder, name, step):
     return folder / name
 
 
-def test_an_error_loses_no_metrics(whole):
-    folder = whole()
-    run = crashed(folder, "error", 6)
-    assert [row["step"] for row in lines(run)] == [0, 3, 4, 5]
-    two = [row["num_tokens"] for row in lines(run) if "num_tokens" in row]
-    assert two[1] > two[0]
-    go_on(folder, "error")
-    assert_same_run(run, folder / "whole")
-
-
 def test_skips_and_renames_damaged_checkpoints(whole, capsys):
     folder = whole()
     run = crashed(folder, "damaged", 8)
@@ -181,9 +171,6 @@ def test_settings_that_change_the_run_are_refused_and_others_warned_of(whole, ca
         make(dtype="bfloat16").train()
     assert json.loads((folder / "changed" / "config.json").read_text())["dtype"] == "float32"
     capsys.readouterr()
-    trainer = make(max_steps=10, save_steps=5, max_tokens_per_microbatch=64, reward_errors="skip")
+    make(max_steps=10, save_steps=5, max_tokens_per_microbatch=64, reward_errors="skip").log.close()
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert len(warnings) == 2 and "max_steps was 8 and is 10 now" in warnings[0]
-    trainer.source.levels[-1].source.rows.pop()
-    assert trainer.train()["steps"] == 10
-    assert "(then 5, now 4)" in capsys.readouterr().out
