@@ -15,9 +15,8 @@ from fastgrpo.trainer import GRPOTrainer
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_built_in_example_learns(tmp_path, seed):
-    assert main(["--seed", str(seed), "--output_dir", str(tmp_path / "run")]) == 0
+def test_the_built_in_example_learns(tmp_path):
+    assert main(["--seed", "0", "--output_dir", str(tmp_path / "run")]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["accuracy_before"] < 0.5
     assert summary["accuracy_after"] >= 0.9
