@@ -2,12 +2,11 @@
 
 import datetime
 import threading
-from copy import deepcopy
 
 import pytest
 import tiny
 
-from fastgrpo.data.prompts import RESERVED, copied, to_examples, to_prompt
+from fastgrpo.data.prompts import RESERVED, to_examples, to_prompt
 from fastgrpo.data.records import Prompt, Sample, with_text
 
 QUESTION = {"role": "user", "content": "one"}
@@ -46,13 +45,11 @@ def user(content):
     return {"prompt": [{"role": "user", "content": content}]}
 
 
-NESTED, ENDLESS = [], []
-for _ in range(100_000):
-    NESTED = [NESTED]
+ENDLESS = []
 ENDLESS.append(ENDLESS)
 REFUSED = [
     ["ab"], {"question": "?"}, {"prompt": "ab", 3: "x"}, {"prompt": None}, {"prompt": {"role": "user"}},
-    {"prompt": [NESTED]}, {"prompt": []}, {"prompt": ["hi"]}, {"prompt": [{"content": "hi"}]},
+    {"prompt": []}, {"prompt": ["hi"]}, {"prompt": [{"content": "hi"}]},
     {"prompt": [{"role": 3, "content": ""}]}, user(None), user({"text": "hi"}), user(7),
     user([{"type": "text", "text": "hi"}]), {"prompt": [{"role": "assistant", "tool_calls": []}]},
     {"prompt": "a\ud83d"}, user("a\udc00"), {"prompt": [{"role": "user", "content": "a", "name": "\ud800"}]},
@@ -91,9 +88,8 @@ def test_reads_rows_that_trl_reads():
 
 
 TEMPLATES = {
-    "{{ raise_exception('no') }}": "TemplateError", "{{ 'a' + 1 }}": "TypeError", "{% if %}": "TemplateSyntaxError",
-    "{{ messages[0].tools.names }}": "UndefinedError", "{{ 1 / 0 }}": "ZeroDivisionError",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
+    "{{ raise_exception('no') }}": "TemplateError", "{% if %}": "TemplateSyntaxError",
+    "{{ 1 / 0 }}": "ZeroDivisionError",
 }  # fmt: skip
 
 
@@ -109,19 +105,6 @@ def test_reports_any_failure_of_templates_and_tokenizers(monkeypatch):
     monkeypatch.setattr(type(chat), "__call__", fail)
     with pytest.raises(ValueError, match="the tokenizer fails on the prompt 'hi': KeyError"):
         to_prompt({"prompt": "hi"}, chat)
-
-
-def test_copies_share_no_mutable_objects(monkeypatch):
-    row = {"grid": [[1, 2.0], [None, "a"]], "case": {"in": [b"x"], "out": {"y": [True]}}, "marks": [{1, 2}, (3, [4])]}
-    before, copy = deepcopy(row), copied(row)
-    assert copy == row
-    copy["grid"][0].append(3)
-    copy["case"]["out"]["y"].clear()
-    copy["marks"][0].add(3)
-    copy["marks"][1][1].append(5)
-    assert row == before
-    monkeypatch.setattr("fastgrpo.data.prompts.deepcopy", None)  # which is slow where numbers are many
-    assert copied(row["grid"]) == row["grid"]
 
 
 def test_completion_tokens_include_eos_but_not_bos():

@@ -1,7 +1,7 @@
 """Rows from files, folders, the hub and Python: accepted forms, errors, and the origin of each row."""
 
-import os
 import sys
+from unittest.mock import MagicMock
 
 import datasets
 import pandas
@@ -38,42 +38,20 @@ def test_errors_name_the_bad_line(tmp_path, line):
         read_jsonl(path, columns=("a",))
 
 
-def test_rejects_paths_that_are_not_files(tmp_path):
-    (tmp_path / "train.jsonl").mkdir()
-    with pytest.raises(ValueError, match=r"train\.jsonl is a folder"):
-        load_rows(str(tmp_path))
-    os.mkfifo(tmp_path / "test.jsonl")  # to open it would wait for a writer, for ever
-    for name in (tmp_path, tmp_path / "test.jsonl"):
-        with pytest.raises(ValueError, match=r"test\.jsonl is a pipe or a device"):
-            load_rows(str(name), split="test")
-    os.mkfifo(tmp_path / "pipe")
-    for name in (tmp_path / "pipe", "/dev/zero"):
-        with pytest.raises(ValueError, match=f"{name} is not a .jsonl file"):
-            load_rows(str(name))
-
-
 def test_hub_data_sets_go_through_datasets(monkeypatch):
-    given, calls = datasets.Dataset.from_list([{"question": "?"}]), []
-
-    def become(result):
-        def load(*args, **kw):
-            calls.append((args, kw))
-            if isinstance(result, Exception):
-                raise result
-            return result
-
-        monkeypatch.setattr(datasets, "load_dataset", load)
-
-    become(given)
+    given, load = datasets.Dataset.from_list([{"question": "?"}]), MagicMock()
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    load.return_value = given
     rows = load_rows("openai/gsm8k", "main", "test", columns=("question",))
-    assert calls == [(("openai/gsm8k", "main"), {"split": "test"})] and rows.rows is given
+    load.assert_called_once_with("openai/gsm8k", "main", split="test")
+    assert rows.rows is given
     assert rows.where(17) == "openai/gsm8k test, row 17"
     with pytest.raises(ValueError, match="data set 'a/b' has no column 'prompt', only question"):
         load_rows("a/b", columns=("prompt",))
-    become(ValueError("Unknown split \"test\". Should be one of ['train']."))
+    load.side_effect = ValueError("Unknown split \"test\". Should be one of ['train'].")
     assert load_rows("a/b", split="test") is None
     for error in (ValueError("Config name is missing.\nPick one"), ConnectionError("Couldn't reach the Hub")):
-        become(error)
+        load.side_effect = error
         with pytest.raises(ValueError, match=f"data set 'a/b' .*{str(error).splitlines()[0]}"):
             load_rows("a/b")
 
@@ -143,9 +121,7 @@ def test_data_frame_values_become_plain_python(tmp_path):
 
 @pytest.mark.parametrize("data, remedy", [
     ({"train": DATA}, r"data\['train'\]"), ({"prompt": ["a", "b"]}, "a list of dicts"),
-    (datasets.DatasetDict(test=datasets.Dataset.from_list(DATA)), r"data\['test'\]"),
-    ((row for row in DATA), r"list\(...\)"), (map(dict, DATA), r"list\(...\)"), ("train.jsonl", "load_rows"),
-    ({"a", "b"}, "pass rows"), (pandas.Series(DATA), "pass rows"), (7, "pass rows"),
+    ((row for row in DATA), r"list\(...\)"), ("train.jsonl", "load_rows"), (pandas.Series(DATA), "pass rows"),
 ])  # fmt: skip
 def test_rejects_other_data_by_type(data, remedy):
     with pytest.raises(ValueError, match=f"train_dataset is of type {type(data).__name__}; .*{remedy}"):

@@ -65,19 +65,6 @@ def test_tokens_in_any_order_rise_to_the_whole_text(made, draws):
     assert ends == sorted(ends) and ends[-1] == len(tokenizer.decode(ids, skip_special_tokens=True))
 
 
-def test_decodes_each_token_with_few_others(monkeypatch):
-    """Each token once if its neighbours do not matter, otherwise with a few tokens before it."""
-    tokenizer = tiny.tokenizer()
-    decoded, decode = [], tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda ids, **given: decoded.append(len(ids)) or decode(ids, **given))
-    assert TokenText(tokenizer).ends(tokenizer("abc" * 1000)["input_ids"]) == list(range(1, 3001))
-    assert sorted(decoded) == [1, 1, 1, 3000]
-    decoded.clear()
-    ids = tokenizer("日本語" * 500)["input_ids"]
-    assert TokenText(tokenizer).ends(ids) == [end for i in range(1500) for end in (i, i, i + 1)]
-    assert sorted(decoded)[-2] <= 8 and len(decoded) < 3 * len(ids)
-
-
 def test_parts_end_at_token_boundaries():
     tokenizer = tiny.tokenizer()
 

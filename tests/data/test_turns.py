@@ -145,19 +145,6 @@ def test_what_tools_answer_is_tokenized_as_in_the_whole_conversation(name, conte
         suffix.clear()
 
 
-def test_equal_answers_are_rendered_once(monkeypatch):
-    made = tokenizer(template("qwen2_5"))
-    builder, renders, render = TurnBuilder(made, TOOLS), [], made.apply_chat_template
-    monkeypatch.setattr(made, "apply_chat_template", lambda *a, **k: renders.append(1) or render(*a, **k))
-    for content in ("5", "5", "6", "5"):
-        builder.answer([1], [2, made.eos_token_id], {}, answers(content))
-    assert len(renders) <= 3 and builder.counts == {"appended": 4, "bridged": 0}
-    renders.clear()
-    for _ in range(2):
-        builder.answer([1], [2, made.eos_token_id], {}, answers("7" * 10_000))
-    assert len(renders) == 2  # long answers are not kept
-
-
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}"
     "{% for c in m.tool_calls or [] %}CALL{% endfor %}<|im_end|>{% endfor %}"
@@ -174,15 +161,12 @@ WRITTEN = '<tool_call>{{ {"name": c.function.name, "arguments": c.function.argum
     "old, new, fault",
     [
         ("CALL", "", "format"),
-        ("CALL", "<{{ c.function.name }}>", "format"),
         ("CALL", WRITTEN[:-12], "format"),
         ("<|im_end|>", "\n", "ends no turn with '<|im_end|>'; correct tokenizer.eos_token"),
-        ("assistant {%", "assistant <|im_end|>{%", "starts with '<|im_end|>'"),
         ("{{ m.content }}", "{{ m.content if m.role != 'tool' }}", "does not show what a tool answers"),
         ("{{ m.role }}", "{{ m.role }}{{ messages[1:2][0].content if loop.last and messages[1] }}", "on the turn"),
         ("{{ m.content }}", "{{ m.content }}{{ (tools or []) | length if m.role == 'tool' }}", "or on the tools"),
         (CHATML, BARE, "no tokens for an empty answer"),
-        ("{{ m.role }}", "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}", "no tools"),
     ],
 )  # fmt: skip
 def test_a_template_that_breaks_conversations_is_refused_by_name(old, new, fault):
@@ -197,14 +181,6 @@ def test_a_template_that_breaks_conversations_is_refused_by_name(old, new, fault
     made.chat_template = None
     with pytest.raises(ValueError, match="some/model has no chat template"):
         TurnBuilder(made)
-
-
-def test_a_template_without_tools_in_the_prompt_is_warned_about(caplog):
-    TurnBuilder(tokenizer(CHATML.replace("CALL", WRITTEN)), TOOLS)
-    assert "describe them in the prompts" in caplog.text
-    caplog.clear()
-    TurnBuilder(tokenizer(template("qwen2_5")), TOOLS)
-    assert not caplog.text
 
 
 def test_models_of_characters_call_tools():

@@ -3,9 +3,8 @@
 liger-kernel's layers: where they are used, and that they compute the same.
 """
 
-import sys
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -58,8 +57,7 @@ class Asking(torch.nn.Module):
 
 @pytest.mark.parametrize(
     "ask",
-    [lambda states: states.sum().item(), lambda states: bool((states > 0).all()), lambda states: states.nonzero(),
-     lambda states: states[states > 0], lambda states: states.cpu()],
+    [lambda states: bool((states > 0).all()), lambda states: states[states > 0], lambda states: states.cpu()],
 )  # fmt: skip
 def test_rejects_layers_with_a_host_sync(ask):
     model = tiny.model(num_hidden_layers=6)
@@ -76,16 +74,15 @@ def test_accepts_indexing_without_a_host_sync():
     assert dry_run(model).obstacle is None
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_kernels_of_liger_are_not_launched(monkeypatch, name):
+def test_kernels_of_liger_are_not_launched(monkeypatch):
     """On the meta device they would read the null pointer. liger's patches reach later models of the class too."""
     pytest.importorskip("liger_kernel")
     launched = []
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *_, **__: launched.append(kernel.__name__))
     with meta_gpu():
-        first = tiny.model(name)
+        first = tiny.model("qwen3")
         apply_liger(first, True)
-        second = tiny.model(name)  # prepared, so a dry run too
+        second = tiny.model("qwen3")  # prepared, so a dry run too
         assert dry_run(first) == dry_run(second) == (None, False)
         assert not launched
         monkeypatch.setattr(module, "no_launches", nullcontext)
@@ -93,27 +90,11 @@ def test_kernels_of_liger_are_not_launched(monkeypatch, name):
         assert {"_rms_norm_forward_kernel", "_triton_rope"} <= set(launched)
 
 
-class Tabled(torch.nn.Module):
-    """A layer's MLP with tensors that are neither parameters nor buffers, as code that comes with a model may have."""
-
-    def __init__(self, mlp):
-        super().__init__()
-        self.mlp, self.scales = mlp, {"by layer": [(torch.ones(32), 7), (torch.ones(32), 8)]}
-        self.shifts = [torch.ones(32, requires_grad=True) * 2]  # autograd made it, so deepcopy refuses it
-
-    def forward(self, states):
-        return self.mlp(states) * self.scales["by layer"][1][0] + self.shifts[0]
-
-
 def test_copies_a_model_without_weights_and_leaves_it_unchanged():
     model = tiny.model("qwen3").train()
-    layer = model.model.layers[0]
-    layer.mlp = Tabled(layer.mlp)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert dry_run(model) == (None, False)
     copied = without_weights(model)
-    (scale, number), _ = copied.model.layers[0].mlp.scales["by layer"]
-    assert scale.is_meta and copied.model.layers[0].mlp.shifts[0].is_meta and number == 7
     assert all(tensor.is_meta for tensor in (*copied.parameters(), *copied.buffers()))
     assert model.training and all(parameter.requires_grad for parameter in model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -164,34 +145,23 @@ def test_liger_is_off_where_it_cannot_work_and_refused_where_it_is_asked_for(mon
             apply_liger(model, True)
 
 
-def test_an_architecture_without_its_rotary_embedding_gets_the_rest(monkeypatch):
-    """As liger-kernel 0.8.5 has it for Qwen3.5 and GLM-4: it raises NotImplementedError where it is asked for one."""
-    asked = []
-
-    def apply(model, rope, **parts):
-        asked.append((rope, parts["rms_norm"], parts["swiglu"], parts["fused_linear_cross_entropy"]))
-        if rope:
-            raise NotImplementedError("liger_rotary_pos_emb is not available for Glm4 models.")
-
-    library = ModuleType("liger_kernel.transformers")
-    library._apply_liger_kernel_to_instance = apply
-    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", library)
-    monkeypatch.setattr(liger_layers, "_obstacle", lambda model, device: None)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    assert apply_liger(on_a_gpu("glm4"), True)
-    assert asked == [(True, True, True, False), (False, True, True, False)]
+def test_an_architecture_without_its_rotary_embedding_gets_the_rest(caplog):
+    """liger-kernel raises NotImplementedError where it is asked for that of GLM-4."""
+    pytest.importorskip("liger_kernel")
+    device.package_obstacle.cache_clear()
+    with meta_gpu("transformers.models.glm4.modeling_glm4"), caplog.at_level("INFO"):
+        assert apply_liger(architectures.tiny_model("glm4"), True)
+    assert "fused RMSNorm and SwiGLU for glm4" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_keeps_mixtures_of_experts_unchanged(name):
+def test_keeps_mixtures_of_experts_unchanged():
     """liger-kernel's read the number of tokens of each expert on the host, which no CUDA graph allows."""
     pytest.importorskip("liger_kernel")
     device.package_obstacle.cache_clear()
-    with meta_gpu(f"transformers.models.{name}.modeling_{name}"):
-        model = architectures.tiny_model(name)
+    with meta_gpu("transformers.models.qwen3_moe.modeling_qwen3_moe"):
+        model = architectures.tiny_model("qwen3_moe")
         assert apply_liger(model) and dry_run(model) == (None, True)
-        assert dry_run(architectures.tiny_model(name)) == (None, True)  # a later one has what the first one has
+        assert dry_run(architectures.tiny_model("qwen3_moe")) == (None, True)  # a later one has what the first one has
 
 
 @pytest.mark.gpu

@@ -57,13 +57,3 @@ def test_a_run_on_a_gguf_file_saves_ordinary_checkpoints(written, tmp_path):
     tokenizer = load_tokenizer(saved)
     assert tokenizer.eos_token == "<eos>" and tokenizer.chat_template == tiny.CHAT_TEMPLATE
     assert main([*argv, "2", "--resume_from_checkpoint", "auto"]) == 0
-
-
-def test_a_folder_without_a_config_may_contain_a_gguf_file(written, tmp_path):
-    path, *_ = written
-    assert find_gguf(path) == find_gguf(path.parent) == path
-    assert find_gguf("org/name") is None and find_gguf(tmp_path) is None
-    (tmp_path / "x.gguf").write_bytes(b"")
-    assert find_gguf(tmp_path) == tmp_path / "x.gguf"
-    (tmp_path / "config.json").write_text("{}")
-    assert find_gguf(tmp_path) is None

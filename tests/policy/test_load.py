@@ -16,7 +16,6 @@ from fastgrpo.policy.load import (
     load_policy,
     loading,
     policy_and_tokenizer,
-    prepare,
     read_config,
     read_json,
     read_weights,
@@ -88,17 +87,6 @@ def test_a_model_of_peft_is_refused_and_its_merged_model_taken():
     assert isinstance(merged, Policy)
 
 
-def test_rejects_models_that_are_not_causal():
-    with pytest.raises(ValueError, match="model is of type Linear"):
-        policy_and_tokenizer(torch.nn.Linear(1, 1), None, GRPOConfig(device="cpu"))
-    model = tiny.model()
-    with pytest.raises(ValueError, match="Qwen2Model"):
-        prepare(model.base_model)
-    model.is_quantized = True
-    with pytest.raises(ValueError, match="quantized"):
-        prepare(model)
-
-
 @pytest.fixture
 def folder(tmp_path):
     """Writes the config of a tiny model with some fields changed, and returns its folder."""
@@ -142,20 +130,8 @@ def test_a_field_that_cannot_be_used_is_named_with_its_file(folder, fields):
         read_config(folder(**fields))
 
 
-@pytest.mark.parametrize(
-    "error", [ZeroDivisionError("x"), AttributeError("x"), KeyError("x"), EOFError(), OSError("x"), MemoryError(),
-              PermissionError(13, "no"), RuntimeError("Cannot allocate memory")],
-)  # fmt: skip
-def test_load_errors_name_the_folder(tmp_path, error):
-    passes = isinstance(error, (MemoryError, PermissionError, RuntimeError))
-    match = None if passes else rf"the model of '{tmp_path}' cannot be loaded"
-    with pytest.raises(type(error) if passes else ValueError, match=match), loading(tmp_path, "model"):
-        raise error
-
-
-@pytest.mark.parametrize("count, name, device", [(0, "auto", "cpu"), (0, "cpu", "cpu"), (2, "auto", "cuda"),
-                                                 (2, "cuda:1", "cuda:1"), (2, "cpu", "cpu"), (0, "cuda", None),
-                                                 (2, "cuda:2", None), (2, "gpu", None)])  # fmt: skip
+@pytest.mark.parametrize("count, name, device", [(0, "auto", "cpu"), (2, "auto", "cuda"), (2, "cpu", "cpu"),
+                                                 (0, "cuda", None), (2, "cuda:2", None)])  # fmt: skip
 def test_auto_is_the_gpu_where_there_is_one(monkeypatch, count, name, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -176,12 +152,10 @@ def test_auto_is_bf16_on_a_gpu_and_fp32_on_a_cpu_and_the_rotary_frequencies_stay
     assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
 
 
-@pytest.mark.parametrize("error", ["ImportError", "OSError"])
-def test_a_package_that_does_not_load_is_named_with_the_reason(tmp_path, monkeypatch, error):
+def test_a_package_that_does_not_load_is_named_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    name = f"package_{error}".lower()
-    (tmp_path / f"{name}.py").write_text(f"raise {error}('undefined symbol')")
-    assert f"{error}: undefined symbol" in package_obstacle(name)
+    (tmp_path / "package_oserror.py").write_text("raise OSError('undefined symbol')")
+    assert "OSError: undefined symbol" in package_obstacle("package_oserror")
     assert package_obstacle("json.decoder") is None
     assert package_obstacle("some_package.inside") == "needs the package: pip install some-package"
 

@@ -178,8 +178,7 @@ def test_configs_of_peft_become_settings(options, targets):
 
 @pytest.mark.parametrize(
     "options",
-    [{"lora_dropout": 0.1}, {"use_dora": True}, {"use_rslora": True}, {"bias": "all"}, {"modules_to_save": ["lm_head"]},
-     {"init_lora_weights": False}, {"layers_to_transform": [0]}, {"rank_pattern": {"q_proj": 2}},
+    [{"lora_dropout": 0.1}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"rank_pattern": {"q_proj": 2}},
      {"target_modules": ".*q_proj"}, {"task_type": "SEQ_CLS"}],
 )  # fmt: skip
 def test_rejects_options_of_peft_that_are_not_in_fastgrpo(options):

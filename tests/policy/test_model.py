@@ -1,7 +1,5 @@
 """`Policy`: its head, full weights and state, and prompts that do not fit."""
 
-from unittest.mock import Mock
-
 import pytest
 import tiny
 import torch
@@ -77,22 +75,6 @@ def test_a_policy_is_made_of_a_causal_model_also_a_compiled_one():
     for other in ("Qwen/Qwen2.5-0.5B", model.base_model, torch.nn.DataParallel(model), None):
         with pytest.raises(ValueError, match=f"causal LM .*got a {type(other).__name__}"):
             Policy.of(other)
-
-
-@pytest.mark.parametrize(
-    "ids, match", [([], "no tokens"), ([5] * 251, "context of 256"), ([5, -1], "-1"), ([64], "64 embeddings")]
-)
-def test_rejects_prompts_that_it_cannot_hold(ids, match):
-    policy = Policy(tiny.model())
-    policy.check_prompt([5] * 250, 6, "prompt 3")
-    with pytest.raises(ValueError, match=f"prompt 3 has .*{match}"):
-        policy.check_prompt(ids, 6, "prompt 3")
-
-
-def test_many_prompts_are_checked_without_reading_the_config_for_each(monkeypatch):
-    policy = Policy(tiny.model())
-    read = Mock(wraps=policy.module.config.get_text_config)
-    monkeypatch.setattr(type(policy.module.config), "get_text_config", read)
-    for _ in range(9):
-        policy.check_prompt([5], 6, "a prompt")
-    assert read.call_count <= 1
+    model.is_quantized = True
+    with pytest.raises(ValueError, match="quantized"):
+        prepare(model)

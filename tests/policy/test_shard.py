@@ -135,15 +135,6 @@ def gradients(ranks):
     compare_gradients(ranks, *policies(ranks), MICRO_BATCHES[1:2], "a rank without samples")
 
 
-@check
-def gradients_without_any_samples(ranks):
-    _, sharded = policies(ranks)
-    start = [whole(parameter) for parameter in trained(sharded)]
-    norm = MasterAdamW(sharded.module, learning_rate=1.0).step()
-    assert norm == 0
-    assert all(map(torch.equal, start, map(whole, trained(sharded))))
-
-
 def same_steps(ranks, steps=3, limit=1.0, **kind):
     """Three steps of AdamW, the second one clipped: norms to 1e-6, weights to 1% of the learning rate."""
     plain, sharded = policies(ranks, **kind)

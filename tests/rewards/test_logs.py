@@ -1,7 +1,6 @@
 """Validation of rewards, numbers, JSON values and logs of reward functions."""
 
 import dataclasses
-import itertools
 import math
 from fractions import Fraction
 
@@ -14,8 +13,7 @@ from samples import answer
 
 from fastgrpo.data.records import Prompt
 from fastgrpo.data.token_text import TokenText
-from fastgrpo.rewards.guard import shown
-from fastgrpo.rewards.values import Logs, json_values, number, read_verdicts
+from fastgrpo.rewards.values import Logs, json_values, read_verdicts
 from fastgrpo.run.metrics import SAMPLE_COLUMNS
 from fastgrpo.trainer.collect import sample_rows
 
@@ -25,36 +23,11 @@ LISTS = [
     torch.tensor([1, 2], dtype=torch.bfloat16), numpy.array([1, 2], dtype=numpy.float16),
     pandas.Series([1.0, 2.0], index=[7, 3]),
 ]  # fmt: skip
-NO_LISTS_OF_ONE = [
-    {"a": 1.0}, {1.0}, frozenset({1.0}), {"a": 1.0}.keys(), "a", b"a", pandas.DataFrame({0: [1.0]}), 1.0, None,
-    ValueError("a"), [], [1.0] * 9, itertools.repeat(1.0),
-]  # fmt: skip
-NUMBERS = [
-    (True, 1.0), (3, 3.0), (Fraction(1, 2), 0.5), (numpy.float32(2), 2.0), (torch.tensor([4]), 4.0),
-    (-3.4e38, -3.4e38), (math.nan, None), (-math.inf, None), (3.5e38, None), (10**400, None), (10**5000, None),
-    ("3", None), (1j, None), (None, None), (torch.ones(2), None),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("values", LISTS, ids=lambda value: type(value).__name__)
 def test_lists_are_read_in_their_order(values):
     assert read_verdicts(values, 2) == [1.0, 2.0]
-
-
-@pytest.mark.parametrize("values", NO_LISTS_OF_ONE, ids=lambda value: type(value).__name__)
-def test_rejects_results_that_are_not_lists_of_the_right_length(values):
-    assert isinstance(read_verdicts(values, 1), str)
-
-
-def test_each_reward_is_judged_by_itself():
-    first, second, third = read_verdicts([None, math.inf, 1], 3)
-    assert first is None and third == 1.0 and "inf for completion 1" in second
-
-
-@pytest.mark.parametrize("value, read", NUMBERS, ids=lambda value: type(value).__name__)
-def test_accepts_only_finite_numbers_in_range(value, read):
-    assert number(value) == read
-    assert type(number(value)) in (float, type(None))
 
 
 def test_logged_values_are_converted_by_json():
@@ -68,16 +41,6 @@ def test_logged_values_are_converted_by_json():
     for value in ([10**5000], "\ud800", {"\udfff": 1}, {1}, object(), nested):
         with pytest.raises((ValueError, TypeError, RecursionError)):
             json_values([value])
-
-
-def test_formats_any_value_for_errors():
-    class Odd:
-        def __repr__(self):
-            raise RuntimeError("no text")
-
-    assert shown("a\nb") == repr("a\nb") and shown(torch.ones(2, 2)).startswith("tensor([[1., 1.], [1., 1.]])")
-    assert len(shown("a" * 1000)) == 60
-    assert shown(Odd()) == "a value of type Odd" and shown(10**5000) == "a value of type int"
 
 
 def test_numbers_columns_and_steps_are_kept():

@@ -1,10 +1,8 @@
 """Reward models and process reward models of both forms, against forward passes of one text each, without padding."""
 
-import hypothesis
 import pytest
 import tiny
 import torch
-from hypothesis import strategies as st
 from samples import answer
 from tokenizers import AddedToken
 from transformers import (
@@ -18,8 +16,7 @@ from fastgrpo import GRPOConfig
 from fastgrpo.data.records import Prompt
 from fastgrpo.rewards import find_reward, find_rewards, names_model, prm_options
 from fastgrpo.rewards.call import Rewards
-from fastgrpo.rewards.models import ProcessRewardModel, RewardModel, aggregate, by_length
-from fastgrpo.rewards.steps import split_steps, token_ends
+from fastgrpo.rewards.models import ProcessRewardModel, RewardModel, aggregate
 
 PROMPTS = ["1+1=", "a long prompt: 2+2=", "x"]
 COMPLETIONS = ["first\n\nsecond step\n\nthird", "only one", "a\n\nb\n\n"]
@@ -90,17 +87,6 @@ def close(values, expected):
     assert values == [None if each is None else pytest.approx(each, abs=1e-5) for each in expected]
 
 
-@hypothesis.given(st.lists(st.integers(1, 40)), st.integers(1, 200))
-def test_batches_hold_every_text_once_and_keep_to_their_budget(lengths, budget):
-    batches = by_length(lengths, budget)
-    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
-    for batch in batches:
-        assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= budget
-    flat = [lengths[i] for batch in batches for i in batch]
-    assert flat == sorted(lengths, reverse=True)  # so a batch holds texts of similar lengths
-    assert by_length([5, 1, 4, 2, 2], 10) == [[0, 2], [3, 4, 1]]
-
-
 def test_each_text_is_judged_as_if_it_were_alone(monkeypatch):
     monkeypatch.setattr("fastgrpo.rewards.models.BATCH_TOKENS", 16)
     model = classifier()
@@ -115,30 +101,22 @@ def test_each_text_is_judged_as_if_it_were_alone(monkeypatch):
         RewardModel(model, tiny.tokenizer())([prompt], [completion])
 
 
-def on_cpu(function, name):
-    return Rewards(function).device(torch.device("cpu"), name)
-
-
 LAST = GRPOConfig(reward_model_kwargs={"aggregation": "last"})
 UNPADDED = tiny.tokenizer()
 UNPADDED.pad_token = None
 REFUSED = [
     ("reward_processing_classes", lambda: RewardModel(classifier())),
-    ("reward_processing_classes", lambda: find_rewards([classifier(), classifier()], tiny.tokenizer())),
     ("padding token", lambda: RewardModel(classifier(), UNPADDED)),
     ("Qwen2ForSequenceClassification with 2 labels", lambda: RewardModel(classifier(2), tiny.tokenizer())),
     ("a Qwen2ForCausalLM", lambda: RewardModel(causal(), tiny.tokenizer())),
     ("a Qwen2ForTokenClassification", lambda: ProcessRewardModel(labelled(3), tiny.tokenizer())),
-    ("a Qwen2ForSequenceClassification", lambda: ProcessRewardModel(classifier(), tiny.tokenizer())),
     ("aggregation", lambda: ProcessRewardModel(causal(), tiny.tokenizer(), aggregation="sum")),
     ("good_token", lambda: ProcessRewardModel(causal(), tiny.tokenizer(), good_token="yes!")),
-    ("device=cpu of reward_model_kwargs", lambda: on_cpu(lambda completions, **_: [], "cpu")),
-    ("device of reward_model_kwargs", lambda: on_cpu(RewardModel(classifier(), tiny.tokenizer()), "tpu7")),
     ("aggregation of reward_model_kwargs", lambda: prm_options(LAST, [len, "math:sqrt"])),
 ]
 
 
-@pytest.mark.parametrize("told, call", REFUSED, ids=[f"{i} {told}" for i, (told, _) in enumerate(REFUSED)])
+@pytest.mark.parametrize("told, call", REFUSED)
 def test_rejects_models_that_are_not_reward_models(told, call):
     with pytest.raises(ValueError, match=told):
         call()
@@ -250,24 +228,12 @@ def test_reads_a_tag_in_a_completion_as_text():
     close(judge(["p"], ["\n\n".join(SPELT)]), [probabilities[[len(spelt(SPELT[0])) + 1, -1]].min().item()])
 
 
-@pytest.mark.parametrize("tag", ["<extra_0>", "ки"])
-def test_a_special_token_that_a_completion_spells_is_text_of_a_causal_lm_too(tag):
-    tokenizer = with_tag()
+def test_a_special_token_that_a_completion_spells_is_text_of_a_causal_lm_too():
+    tokenizer, tag = with_tag(), "<extra_0>"
     judge, end = ProcessRewardModel(causal(), tokenizer, step_tag=tag), ids_of(tag, tokenizer)
     one, two = (spelt(f"{before}{step} ") for before, step in zip(" \n", SPELT, strict=True))
     ids, places = judge._text_with_tags("p", SPELT)
     assert ids == [*ids_of("p"), *one, *end, *two, *end] and places == [len(one) + len(end), len(ids) - 1]
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_the_text_of_an_encoder_begins_with_its_first_token(chat):
-    tokenizer = tiny.encoder_tokenizer()
-    judge, prompt = ProcessRewardModel(labelled(vocab_size=262), tokenizer), "p"
-    if chat:
-        tokenizer.chat_template, prompt = tiny.CHAT_TEMPLATE, [{"role": "user", "content": "p"}]
-    ids, places = judge._ids_with_tags(prompt, ["a"])
-    text = "<user>p\n<assistant>" if chat else "p"
-    assert ids == [tokenizer.cls_token_id, *ids_of(text), *ids_of("a"), *ids_of("\n\n")] and places == [len(ids) - 1]
 
 
 def test_steps_are_logged_in_tokens_of_the_policy():
@@ -299,14 +265,3 @@ def test_settings_reach_the_model_of_a_folder(tmp_path):
     one, two = by_tokens(causal(seed=1).eval(), "1+1=", ["one", "two"], "#", "y", "n")
     close(judge([prompt], [[{"role": "assistant", "content": "one; two"}]]), [one * two])
     assert judge(["p", "p"], ["", " ; "]) == [None, None]  # no step, no reward
-
-
-@pytest.mark.parametrize("text, steps", [
-    ("one\n\n two \n\nthree", [("one", 5), ("two", 12), ("three", 17)]),
-    ("\n\n\n\none\n\n", [("one", 9)]), ("alone", [("alone", 5)]), (" \n\n ", []),
-])  # fmt: skip
-def test_steps_end_after_their_separator_and_with_a_token(text, steps):
-    assert split_steps(text, "\n\n") == steps
-    ids = [*ids_of(text), 1]
-    ends = [end if end < len(text) else len(ids) for _, end in steps]  # the stop token belongs to the last step
-    assert token_ends(tiny.tokenizer(), ids, [end for _, end in steps]) == ends

@@ -4,7 +4,6 @@ import collections
 import enum
 import itertools
 import platform
-import struct
 import threading
 
 import pytest
@@ -15,7 +14,7 @@ from fastgrpo.data.records import Prompt
 from fastgrpo.rewards import find_reward
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.jailed import canonical
-from fastgrpo.rewards.sandbox import REFUSED, Assertion, Limits, Output, Sandbox, Value, make_filter, read_tests
+from fastgrpo.rewards.sandbox import REFUSED, Assertion, Limits, Output, Sandbox, Value, read_tests
 
 
 @pytest.fixture(scope="module")
@@ -79,46 +78,13 @@ def test_canonical_text_is_equal_for_equal_values():
             canonical(value)
 
 
-ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
-ALLOW, REFUSE = 0x7FFF0000, 0x00050001
-
-
-def decide(program, number, architecture):
-    """What the kernel would do with a call: an interpreter of classic BPF."""
-    data, at, value = {0: number, 4: architecture}, 0, 0
-    instructions = list(struct.iter_unpack("=HBBI", program))
-    while True:
-        code, yes, no, constant = instructions[at]
-        at += 1
-        if code == 0x20:
-            value = data[constant]
-        elif code == 0x06:
-            return constant
-        else:
-            assert code in (0x15, 0x35)
-            at += yes if (value == constant if code == 0x15 else value >= constant) else no
-
-
-@pytest.mark.parametrize("column, machine", list(enumerate(ARCHITECTURES)))
-def test_filter_refuses_the_listed_system_calls(column, machine):
-    program, own = make_filter(machine), ARCHITECTURES[machine]
-    refused = {pair[column] for pair in REFUSED.values()}
-    assert len(refused) == len(REFUSED)
-    found = {number for number in range(1000) if decide(program, number, own) == REFUSE}
-    assert found == refused and {decide(program, number, own) for number in range(1000)} == {ALLOW, REFUSE}
-    for other in {*ARCHITECTURES.values(), 0x40000003} - {own}:
-        assert decide(program, 0, other) == REFUSE
-    assert decide(program, 0x40000000, own) == decide(program, 0xFFFFFFFF, own) == REFUSE
-    with pytest.raises(ValueError, match="riscv64"):
-        make_filter("riscv64")
-
-
 @needs_namespaces
 class TestRuns:
     """Programs in jails."""
 
     def test_the_kernel_refuses_each_call_of_the_filter(self, sandbox):
-        numbers = [pair[list(ARCHITECTURES).index(platform.machine())] for pair in REFUSED.values()]
+        numbers = [pair[platform.machine() == "aarch64"] for pair in REFUSED.values()]
+        numbers += [0x40000000 + numbers[0], 0xFFFFFFFF]  # of x32, the other table of an x86 kernel
         program = (
             f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nfor number in {numbers}:\n"
             "    print(libc.syscall(number, 0, 0, 0, 0, 0), ctypes.get_errno())"

@@ -27,8 +27,8 @@ model_of = cache(tiny.model)
 class Scripted:
     """Answers turn i with the tokens answers[i], and ends the completion after these. An answer takes `delay` ticks."""
 
-    def __init__(self, answers, delay=0, quick=False):
-        self.answers, self.delay, self.quick = answers, delay, quick
+    def __init__(self, answers, delay=0):
+        self.answers, self.delay, self.quick = answers, delay, False
         self.turns, self.pending, self.closed = [], [], []
 
     def answer(self, ids, room):
@@ -151,34 +151,6 @@ def test_while_tools_are_running_others_decode(monkeypatch):
     while engine.has_unfinished_requests():
         finished += engine.step()
     assert sorted(finished[:2]) == [2, 3] and sorted(finished[2:]) == [0, 1]
-
-
-def test_a_step_waits_for_quick_tools_while_their_answers_arrive(monkeypatch):
-    """Here one arrives in each wait; the engine has them all before it draws on."""
-    sampling, resume, awaited = (
-        SamplingParams(max_tokens=LIMIT, stop_token_ids=STOPS, seed=3),
-        RolloutEngine._resume,
-        [],
-    )
-    scripts = [Scripted([[1, 2]], delay=1, quick=True) for _ in range(16)]
-
-    def one_by_one(pending, *_):
-        first, *rest = pending
-        next(script for script in scripts if any(first in entry for entry in script.pending)).tick()
-        return {first}, {*rest}
-
-    def resumed(engine):
-        awaited.append(len(engine._awaited()))
-        outputs = resume(engine)
-        assert not engine._awaited()
-        return outputs
-
-    monkeypatch.setattr(engine_module, "wait", one_by_one)
-    monkeypatch.setattr(RolloutEngine, "_resume", resumed)
-    engine = RolloutEngine(model_of("llama"))
-    engine.add_request(PROMPTS[0], 16, sampling, dialogues=scripts)
-    finish(engine)
-    assert max(awaited) > 1
 
 
 def test_many_tokens_of_answers_are_appended_in_several_passes(monkeypatch):

@@ -12,7 +12,7 @@ from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.rollout.weights import PACKED_FROM, PackedWeights, _packed, packable
+from fastgrpo.rollout.weights import PACKED_FROM, PackedWeights, packable
 
 LONG = SamplingParams(max_tokens=PACKED_FROM, seed=0)
 
@@ -90,51 +90,3 @@ def test_a_rollout_packs_the_weights_as_they_are_and_frees_them():
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.3)
-
-
-@needs_packing
-def test_a_rollout_of_one_completion_at_a_time_packs_once(monkeypatch):
-    engine, packed = RolloutEngine(tiny.model("llama"), max_num_seqs=1), []
-    monkeypatch.setattr("fastgrpo.rollout.weights._packed", lambda weight: packed.append(1) or _packed(weight))
-    engine.generate(PROMPTS, 1, LONG)
-    assert len(PROMPTS) > 1 and len(packed) == len(linear_layers(engine.policy.module))
-
-
-@needs_packing
-def test_a_failed_pass_restores_the_layers(monkeypatch):
-    model = tiny.model("llama")
-    engine = RolloutEngine(model)
-
-    def fails(*args):
-        assert all("forward" in vars(layer) for layer, _ in engine.weights.packed.forwards)
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(engine.policy, "states", fails)
-    engine.add_request(PROMPTS[0], 2, LONG)
-    with pytest.raises(RuntimeError, match="no memory"):
-        engine.step()
-    assert not any("forward" in vars(layer) for layer in linear_layers(model))
-
-
-@needs_packing
-def test_layers_of_another_dtype_or_with_another_forward_function_are_not_packed():
-    model, calls = tiny.model("llama"), []
-    policy, layer = Policy.of(model), model.model.layers[0].mlp.down_proj
-    plain = layer.forward
-    layer.forward = lambda states: (calls.append(1), plain(states))[1]
-    RolloutEngine(model).generate(PROMPTS, 2, LONG)
-    assert len(calls) >= PACKED_FROM and "forward" in vars(layer)
-    model.model.layers[1].mlp.down_proj.double()
-    packed = PackedWeights(policy)
-    packed.pack()
-    assert len(packed.forwards) == len(linear_layers(model)) - 3  # nor is the head among them
-
-
-def test_packs_only_with_onednn_for_supported_dtypes_and_long_completions():
-    assert not can_pack(torch.float64) and not can_pack(torch.float16)
-    with torch.backends.mkldnn.flags(enabled=False):
-        assert not can_pack()
-    engine = RolloutEngine(tiny.model("llama"))
-    engine.add_request(PROMPTS[0], 2, SamplingParams(max_tokens=PACKED_FROM - 1))
-    engine.step()
-    assert not engine.weights.packed.forwards

@@ -45,12 +45,8 @@ def scored(task, rows, texts):
 
 
 @pytest.mark.parametrize("text, message", [
-    (None, "needs --reasoning_gym_tasks"),
-    ("chain_sum:0", "chain_sum: weight must be positive"),
-    ("chain_sum:many", "chain_sum: weight must be"),
-    ('{"chain_sum": {"solved": -1}}', "chain_sum: solved must be at least 0"),
-    ("chain_sum,ab,chain_sum", "twice"),
-    ('{"chain_sum": 2}', "chain_sum must be a dictionary"),
+    (None, "needs --reasoning_gym_tasks"), ("chain_sum:0", "chain_sum: weight must be positive"),
+    ("chain_sum,ab,chain_sum", "twice"), ('{"chain_sum": 2}', "chain_sum must be a dictionary"),
 ])  # fmt: skip
 def test_refuses_tasks_that_cannot_be_read(text, message):
     with pytest.raises(ValueError, match=message):
@@ -101,12 +97,8 @@ def test_the_prompt_says_which_tags_are_rewarded():
 
 @needs_gym
 @pytest.mark.parametrize("text, message", [
-    ("chain_sums", "no task 'chain_sums'; did you mean 'chain_sum'"),
-    ("composite", "no task 'composite'"),
+    ("chain_sums", "no task 'chain_sums'; did you mean 'chain_sum'"), ("word_ladder", "PYTHONHASHSEED=0"),
     ('{"chain_sum": {"max_term": 3}}', "did you mean 'max_terms'"),
-    ('{"chain_sum": {"max_terms": 1}}', "max_terms must be >= min_terms"),
-    ('{"chain_sum": {"seed": 1}}', "no argument 'seed'"),
-    ("word_ladder", "PYTHONHASHSEED=0"),
 ])  # fmt: skip
 def test_suggests_the_name_that_was_meant(monkeypatch, text, message):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)

@@ -24,23 +24,6 @@ def test_each_problem_has_one_answer_and_none_is_held_out_and_learned():
         assert int(row["answer"]) == values[problem["expression"].strip("0123456789")]
 
 
-def test_the_warm_start_mixes_up_operators_or_knows_the_number():
-    rows, problems = calculator.examples(3), calculator.problems()[calculator.HELD_OUT :]
-    called = [row["messages"] for row in rows if len(row["messages"]) > 2]
-    assert abs(len(called) / len(rows) - calculator.CALLED) < 0.05 and rows != calculator.examples(4)
-    right = 0
-    for row, problem in zip(rows, problems, strict=True):
-        *calls, last = row["messages"][1:]
-        if not calls:
-            assert last["content"] == calculator.calc(problem["expression"])
-            continue
-        asked = calls[0]["tool_calls"][0]["function"]["arguments"]["expression"]
-        right += asked == problem["expression"]
-        assert re.split("[-+*/]", asked) == re.split("[-+*/]", problem["expression"])
-        assert calls[1]["content"] == last["content"] or "not whole" in calls[1]["content"]
-    assert abs(right / len(called) - calculator.RIGHT) < 0.05
-
-
 @pytest.mark.parametrize("expression", ["7/2", "7/0", "7+", "", "seven", "9**9**9", "__import__('os')"])
 def test_the_calculator_refuses_other_expressions(expression):
     assert calculator.calc("23*47-81") == "01000" and calculator.calc("84/7") == "00012"

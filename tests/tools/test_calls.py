@@ -11,7 +11,7 @@ import pytest
 from paths import ROOT
 
 from fastgrpo.tools import find_environment, find_tools
-from fastgrpo.tools.calls import LONGEST_ANSWER, PATIENCE, ToolBox
+from fastgrpo.tools.calls import LONGEST_ANSWER, ToolBox
 
 
 def documented(function):
@@ -26,11 +26,6 @@ def answer(function, arguments=None, timeout=None):
     return ToolBox([tool], timeout).call(tool.__name__, {"x": 3} if arguments is None else arguments).result()
 
 
-class Unprintable(Exception):
-    def __str__(self):
-        raise RuntimeError
-
-
 def raising(error):
     def tool(x):
         raise error
@@ -40,12 +35,6 @@ def raising(error):
 
 async def wrong(x):
     raise ValueError("no")
-
-
-async def leaves(x):
-    asyncio.get_running_loop().create_task(asyncio.sleep(0)).add_done_callback(lambda _: sys.exit(1))
-    await asyncio.sleep(0.05)
-    return "left"
 
 
 async def triples(x):
@@ -73,11 +62,9 @@ def test_a_giant_answer_is_cut_and_says_how_much(size):
 
 
 @pytest.mark.parametrize("tool, told", [
-    (raising(ZeroDivisionError("by zero")), "ZeroDivisionError: by zero"), (raising(KeyError()), "KeyError"),
-    (raising(KeyboardInterrupt()), "KeyboardInterrupt"), (raising(SystemExit(1)), "SystemExit: 1"),
+    (raising(ZeroDivisionError("by zero")), "ZeroDivisionError: by zero"), (raising(SystemExit(1)), "SystemExit: 1"),
     (raising(asyncio.CancelledError()), "CancelledError"), (raising(TimeoutError()), "TimeoutError"),
-    (raising(Unprintable()), "Unprintable"), (wrong, "ValueError: no"), (lambda x: wrong(x), "ValueError: no"),
-    (lambda x: 10**5000, "ValueError: Exceeds the limit"),
+    (wrong, "ValueError: no"), (lambda x: 10**5000, "ValueError: Exceeds the limit"),
 ])  # fmt: skip
 def test_a_failure_is_an_error_that_the_model_reads(tool, told):
     got = answer(tool, timeout=30)
@@ -89,10 +76,6 @@ def test_a_failure_is_an_error_that_the_model_reads(tool, told):
 def test_wrong_arguments_are_an_error_that_the_model_reads(arguments):
     tool = documented(lambda x: x)
     assert ToolBox([tool]).call("<lambda>", arguments).result().failed
-
-
-def test_missing_arguments_are_named_in_few_characters():
-    assert ToolBox([documented(triples)]).call("triples", {}).result().content == "{'error': 'triples needs x'}"
 
 
 @pytest.mark.parametrize("name", ["addd", "", None, ["add"]])
@@ -126,11 +109,6 @@ def test_a_tool_that_hangs_is_abandoned(tool):
     assert (got.failed, got.timed_out) == (True, True) and 0.3 <= got.latency_s < 1
     assert time.monotonic() - began < 5
     assert answer(triples, timeout=10).content == "9"  # also after a tool that blocks the event loop
-
-
-def test_async_tools_outlive_a_task_that_exits():
-    assert answer(leaves, timeout=10).content == "left"
-    assert answer(triples, timeout=10).content == "9"
 
 
 def test_a_tool_that_hangs_does_not_keep_the_process():
@@ -174,17 +152,6 @@ def test_async_tools_share_an_event_loop():
     answer(where)
     answer(where)
     assert loops[0] is loops[1]
-
-
-def test_is_quick_until_a_call_takes_long():
-    naps = [0, 2 * PATIENCE, 0]
-    box = ToolBox([documented(lambda x: time.sleep(naps.pop(0)))])
-    seen = [box.quick]
-    for _ in range(3):
-        got = box.call("<lambda>", {"x": 1}).result()
-        seen.append(box.quick)
-    assert seen == [True, True, False, False] and got.latency_s < PATIENCE
-    assert not ToolBox([documented(triples)]).quick
 
 
 def test_rejects_a_tool_without_a_schema_and_two_of_one_name():

@@ -139,22 +139,6 @@ def test_the_transcript_has_a_turn_that_the_rollout_cut_off():
     assert messages[-1] == {"role": "assistant", "content": "and so"} and len(messages) == 3
 
 
-def test_a_method_or_a_bad_attribute_is_no_flag():
-    class Strange:
-        env_error = property(lambda self: 1 / 0)
-
-        def reset(self):
-            pass
-
-        def done(self) -> str:
-            """Say that it is done."""
-            return "said"
-
-    for kind, reason in ((Strange, StopReason.ENV_ERROR), (type("", (Strange,), {"env_error": 0}), None)):
-        (episode,) = Environments(kind).start([{}], [0])
-        assert turn(Dialogue(episode, Builder(), ids("go")), "<done {}>").reason == reason
-
-
 def test_an_environment_with_a_running_call_does_not_return_to_the_pool():
     release = threading.Event()
 

@@ -54,8 +54,6 @@ class Echo(Environment):
     def step(self, action, timeout_s=None, **given):
         if action.message == "bad":
             raise ValueError("cannot say that")
-        if action.message == "sleep":
-            time.sleep(4)
         self.steps += 1
         heard = action.message.upper() if action.loud else action.message
         return EchoObservation(heard=heard, reward=0.5, done=self.steps == 3)
@@ -156,17 +154,6 @@ def test_an_action_that_the_server_refuses_is_an_answer(environments):
         assert turn(dialogue, f"<step {arguments}>").reason is None
         assert dialogue.calls[-1]["failed"] and told in dialogue.calls[-1]["answer"]
     assert turn(dialogue, '<step {"message": "a"}>').ids == ids("[a]")
-
-
-def test_a_step_that_hangs_ends_its_completion_only(environments):
-    environments.boxes[None].timeout = 2
-    slow, quick = begin(environments, {"place": "here"}, {"place": "there"})
-    waiting = slow.answer(ids('<step {"message": "sleep"}>'), 100)
-    assert turn(quick, '<step {"message": "a"}>').ids == ids("[a]")
-    assert waiting.result(30).reason == StopReason.TOOL_TIMEOUT
-    environments.give_back([slow.episode, quick.episode])
-    (again,) = begin(environments, {"place": "here"})
-    assert again.episode.environment is quick.episode.environment
 
 
 def test_a_server_dies_and_comes_back(server, environments):
