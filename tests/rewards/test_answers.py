@@ -65,15 +65,17 @@ def limited(monkeypatch):
     symbolic._close()
 
 
-def test_an_expression_that_costs_much_to_simplify_is_wrong(limited):
+COSTLY = [(row["text"], row["reference"]) for row in EXAMPLES if row["reader"] == "costly"]
+
+
+@pytest.mark.parametrize("pairs", [COSTLY[::6], pytest.param(COSTLY, marks=pytest.mark.slow)], ids=["few", "all"])
+def test_an_expression_that_costs_much_to_simplify_is_wrong(limited, pairs):
     limited(0.3)
-    costly = [(row["text"], row["reference"]) for row in EXAMPLES if row["reader"] == "costly"]
-    assert len(costly) == 17
-    assert [pair for pair in costly if answers_match(*pair) is not False] == []
+    assert [pair for pair in pairs if answers_match(*pair) is not False] == []
 
 
 def test_a_comparison_that_exceeds_its_cpu_time_is_wrong_and_the_next_one_works(limited):
-    limited(2)
+    limited(1)
     assert same_values("(x+y+z+1)^{3000} + 1", "6") is False
     assert same_values(r"\sqrt{8} + 1", r"2\sqrt{2} + 1") is True
 
@@ -85,6 +87,7 @@ SPELLINGS = [
 ]  # fmt: skip
 
 
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(st.integers(-(10**9), 10**9))
 def test_every_spelling_of_a_whole_number_has_its_value(value):
     for spelling in SPELLINGS:
@@ -146,14 +149,14 @@ for beginning, unit, length in json.load(sys.stdin):
     gsm8k.format_reward(["?"], [text])
     sandbox.program_of(text)
     assert countdown.answer_value(text, [9] * 4) is None
-    assert time.process_time() - start < 10, "that took long"
+    assert time.process_time() - start < 1, "that took long"
 print("done")
 """
 
 
 def test_reads_any_text_fast():
-    """Where a pattern is quadratic, or exponential, some of these texts take minutes to hours, and not 0.1 s."""
-    texts = [(beginning, unit, 100_000) for unit in UNITS for beginning in BEGINNINGS]
+    """Where a pattern is quadratic, or exponential, some of these texts take many seconds to hours, and not 0.1 s."""
+    texts = [(beginning, unit, 20_000) for unit in UNITS for beginning in BEGINNINGS]
     texts += [("", unit, 1_000_000) for unit in ("9", "{", "#", "</answer>", "<answer></answer>", "\\boxed{")]
     texts += [("\\boxed{", "{", 1_000_000), ("1e", "9", 1_000_000), ("``` ", " ", 1_000_000)]
     command = [sys.executable, "-c", JUDGES]

@@ -74,7 +74,7 @@ def test_what_takes_too_long_is_given_up_with_all_that_it_started(tmp_path, monk
     monkeypatch.setattr(pools, "GRACE", 0.5)
     functions = [getattr(pool_rewards, name) for name in ("endless", "meeting", "blocks", "verdicts", "own_timeout")]
     file = tmp_path / "children"
-    for limit in (3.0, 30.0):  # the second where a busy machine has not started the children within the first
+    for limit in (1.0, 30.0):  # the second where a busy machine has not started the children within the first
         judged = judge(functions, ["fine", f"hang {file}", "fine", "fine"], timeout=limit, workers=5)
         if file.exists():
             break
@@ -178,7 +178,7 @@ def test_processes_end_with_the_pool_and_begin_again_with_the_next_call():
             self.closed += 1
 
     own, seen = Own(), []
-    rewards = Rewards([own, pool_rewards.process, pool_rewards.checked, pool_rewards.Judge(4.0)], workers=2)
+    rewards = Rewards([own, pool_rewards.process, pool_rewards.checked, pool_rewards.Judge(4.0)], workers=1)
     for _ in range(2):
         judged = rewards(completions(r"$\frac{2}{4}$", "$3$"))
         assert rewards_of(judged, "Own") == [os.getpid()] * 2 and rewards_of(judged, "Judge") == [4.0] * 2

@@ -7,9 +7,9 @@ import pytest
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.hf import HFBackend
 
-ENGINES = [partial(RolloutEngine, attention=name) for name in ("sdpa", "products")]
+BACKENDS = {name: partial(RolloutEngine, attention=name) for name in ("sdpa", "products")} | {"hf": HFBackend}
 
 
-@pytest.fixture(scope="session", params=[*ENGINES, HFBackend], ids=["sdpa", "products", "hf"])
+@pytest.fixture(scope="session", params=BACKENDS)
 def backend(request):
-    return request.param
+    return BACKENDS[request.param]

@@ -12,8 +12,8 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
-from benchmarks import architectures
-from benchmarks.launches import meta_gpu, table
+from benchmarks import architectures, launches
+from benchmarks.launches import meta_gpu
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import prepare
 from fastgrpo.policy.lora import add_lora
@@ -22,14 +22,14 @@ from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.graph import Graphs, graph_obstacle
 
 
-@pytest.mark.parametrize("liger", [False, True])
-def test_launches_of_a_step_are_those_of_the_committed_table(liger):
+@pytest.mark.parametrize("names", [("qwen2",), pytest.param(launches.ARCHITECTURES, marks=pytest.mark.slow)])
+def test_launches_of_a_step_are_those_of_the_committed_table(names, monkeypatch):
     """`make launches` writes it."""
-    if liger:
-        pytest.importorskip("liger_kernel")
+    pytest.importorskip("liger_kernel")
+    monkeypatch.setattr(launches, "ARCHITECTURES", names)
     committed = json.loads((Path(__file__).parent / "launches.json").read_text())
-    counted = table(liger)
-    assert counted == {name: counts for name, counts in committed.items() if ("liger" in name) == liger}
+    expected = {name: counts for name, counts in committed.items() if name.split()[0] in names}
+    assert launches.table(False) | launches.table(True) == expected and len(expected) == 4 * len(names)
 
 
 @pytest.fixture

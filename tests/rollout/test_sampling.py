@@ -10,28 +10,22 @@ from hypothesis import strategies as st
 
 from fastgrpo.rollout.sampling import SamplingParams, filter_logps, sample, sample_penalized, uniforms
 
-TOO_LOW, TOO_HIGH = st.floats(max_value=0, exclude_max=True), st.floats(min_value=1, exclude_min=True)
-NO_NUMBERS = st.sampled_from([math.nan, math.inf, "1", True, None])
 VALID = {
     "temperature": st.floats(0.05, 20.0), "top_k": st.integers(0, 50), "top_p": st.floats(0, 1, exclude_min=True),
     "min_p": st.floats(0, 1), "repetition_penalty": st.floats(0.1, 10),
 }  # fmt: skip
 INVALID = {
-    "temperature": TOO_LOW | NO_NUMBERS, "top_k": st.integers(max_value=-1) | st.just(2.5) | NO_NUMBERS,
-    "top_p": TOO_LOW | TOO_HIGH | st.just(0) | NO_NUMBERS, "min_p": TOO_LOW | TOO_HIGH | NO_NUMBERS,
-    "repetition_penalty": TOO_LOW | st.just(0) | NO_NUMBERS,
-    "max_tokens": st.integers(max_value=0) | st.just(2.5) | NO_NUMBERS, "seed": st.sampled_from([1.5, "0"]),
-    "stop_token_ids": st.sampled_from([1, "</s>", [1.5]]),
+    "temperature": [-0.1, math.nan, math.inf, "1", True, None], "top_k": [-1, 2.5], "top_p": [0, -0.1, 1.1, math.nan],
+    "min_p": [-0.1, 1.1, None], "repetition_penalty": [0, -1.0, math.inf], "max_tokens": [0, 2.5, None],
+    "seed": [1.5, "0"], "stop_token_ids": [1, "</s>", [1.5]],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", INVALID)
-@settings(max_examples=25)
-@given(st.data())
-def test_rejects_values_out_of_their_interval(name, data):
-    value = data.draw(INVALID[name])
-    with pytest.raises(ValueError, match=f"^{name} "):
-        SamplingParams(**{name: value})
+def test_rejects_values_out_of_their_interval(name):
+    for value in INVALID[name]:
+        with pytest.raises(ValueError, match=f"^{name} "):
+            SamplingParams(**{name: value})
 
 
 def test_integers_of_any_kind_and_no_stop_tokens():

@@ -20,7 +20,7 @@ from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.hf import HFBackend
 from fastgrpo.rollout.sampling import SamplingParams
 
-LIMIT, STOPS = 40, tuple(range(0, 64, 5))
+LIMIT, STOPS = 30, tuple(range(0, 64, 5))
 model_of = cache(tiny.model)
 
 
@@ -84,12 +84,11 @@ class Untrusted(GroupDecode):
 
 ANSWERS = st.lists(st.lists(st.integers(0, 63), min_size=1, max_size=7), max_size=3)
 GROUPS = st.lists(st.lists(st.tuples(ANSWERS, st.integers(0, 30)), min_size=1, max_size=4), min_size=1, max_size=4)
-HOW = [{}, {"temperature": 1.5, "top_k": 9, "repetition_penalty": 1.3}]
+FILTERED = {"temperature": 1.5, "top_k": 9, "repetition_penalty": 1.3}
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "products", "triton"])
-@pytest.mark.parametrize("how", HOW, ids=["plain", "filtered"])
-@settings(max_examples=8, phases=[Phase.generate])  # to shrink what fails takes minutes
+@pytest.mark.parametrize("attention, how", [("sdpa", FILTERED), ("products", {}), ("triton", FILTERED)])
+@settings(max_examples=5, phases=[Phase.generate])  # to shrink what fails takes minutes
 @given(groups=GROUPS, spare=st.integers(0, 12))
 def test_neither_tokens_nor_log_probs_depend_on_when_answers_arrive(patched, attention, how, groups, spare):
     model, sampling = model_of("qwen3"), SamplingParams(max_tokens=LIMIT, stop_token_ids=STOPS, seed=7, **how)

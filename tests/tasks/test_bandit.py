@@ -24,21 +24,34 @@ def test_the_preferences_are_the_same_in_every_run():
     torch.testing.assert_close(shares, bandit.TRUE, atol=0.02, rtol=0)
 
 
-def test_the_reward_model_is_decided_by_its_seed_and_leaves_the_generators_alone():
+@pytest.fixture
+def few_comparisons(monkeypatch):
+    """Reward models that are trained in a moment."""
+    monkeypatch.setitem(bandit.COMPARISONS, "batches", 3)
+    bandit.reward_model.cache_clear()
+    yield
+    bandit.reward_model.cache_clear()
+
+
+def test_the_reward_model_is_decided_by_its_seed_and_leaves_the_generators_alone(few_comparisons):
     state = torch.get_rng_state()
     with torch.inference_mode():
-        scores = bandit.reward_model.__wrapped__(0)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.testing.assert_close(bandit.reward_model.__wrapped__(0), scores, atol=0, rtol=0)
-    assert not torch.equal(bandit.reward_model(1), scores) and not scores.requires_grad
-    attained = bandit.TRUE[range(5), scores.argmax(1)].mean()
-    assert attained > (bandit.TRUE**2).sum(1).mean(), "it knows more than draws from the preferences"
+        scores = bandit.reward_model(0)
+    assert torch.equal(torch.get_rng_state(), state) and not scores.requires_grad
+    bandit.reward_model.cache_clear()
+    assert torch.equal(bandit.reward_model(0), scores) and not torch.equal(bandit.reward_model(1), scores)
     for seed in range(4):  # its favourite has exactly 1: with 1 + score - max, rounding puts it below 1 at times
         favourites = [bandit.TOKENS[i] for i in bandit.reward_model(seed).argmax(1)]
         assert bandit.learned_reward(seed)(list("ABCDE"), favourites, lambda *_: None) == [1.0] * 5
 
 
-def test_reward_functions_log_true_rewards():
+def test_the_reward_model_learns_the_preferences():
+    scores = bandit.reward_model(0)
+    attained = bandit.TRUE[range(5), scores.argmax(1)].mean()
+    assert attained > (bandit.TRUE**2).sum(1).mean(), "it knows more than draws from the preferences"
+
+
+def test_reward_functions_log_true_rewards(few_comparisons):
     logs = Logs(4)
     logged, log_metric = logs.metrics, logs.log_metric
     prompts, texts = list("AAAB"), ["2", "1", "", "2"]
@@ -60,7 +73,8 @@ def ran(path, *flags):
     return lines(path)
 
 
-def test_a_run_is_resumed_and_evaluated_with_its_own_reward_model(tmp_path, monkeypatch, without_curves):
+@pytest.mark.usefixtures("without_curves", "few_comparisons")
+def test_a_run_is_resumed_and_evaluated_with_its_own_reward_model(tmp_path, monkeypatch):
     """Whatever --seed an evaluation has: here it is 42, as nobody gives one."""
     monkeypatch.setitem(bandit.WARM_START, "steps", 20)
     flags = ["--max_steps", "3", "--save_steps", "1", "--eval_num_generations", "2", "--device", "cpu", "--seed", "3"]

@@ -42,6 +42,7 @@ def shares(run):
     return [row["eval/pass@1"] for row in lines(run) if "eval/pass@1" in row]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_loaded_again_has_the_share_of_the_run(tmp_path, monkeypatch, without_curves):
     """To the last draw, where --seed is that of the run. So the column of step 100 on the page is of the checkpoint."""
     monkeypatch.setitem(pizza.WARM_START, "steps", 60)

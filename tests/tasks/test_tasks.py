@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -34,20 +35,25 @@ def trained(folder, flags):
     pytest.param("code", "", {"rewards/sandbox_python/mean"}, marks=needs_namespaces),
     ("countdown", "--max_completion_length 12", {"rewards/correctness/mean", "curriculum/level"}),
     ("treasure", "", {"rewards/Treasure/mean", "tools/open/calls", "tools/take/calls"}),
-    ("pizza", "--num_generations 3", {"rewards/likes_pizza/mean"}),
+    ("pizza", "--num_generations 3 --eval_num_generations 2", {"rewards/likes_pizza/mean"}),
 ])  # fmt: skip
 def test_two_steps_of_its_own_model(tmp_path, monkeypatch, task, flags, metrics):
-    """The recipe, with a warm start of a few steps."""
+    """The recipe, with a warm start of a few steps on a few rows."""
     module = find_task(task)
+    for size in ("PROBLEMS", "HUNTS"):
+        monkeypatch.setattr(module, size, 40, raising=False)
+    whole = module.build(TrainConfig(task=task), None)
+    shown = whole.supervised()
+    few_rows = replace(whole, supervised=lambda: shown[:32], test=lambda: whole.test()[:4])
+    monkeypatch.setattr(module, "build", lambda *_: few_rows)
     monkeypatch.setitem(module.WARM_START, "steps", 4)
-    few = "--max_steps 2 --prompts_per_step 2 --max_eval_samples 4"
+    few = "--max_steps 2 --prompts_per_step 2"
     rows, samples, summary = trained(tmp_path, f"--task {task} {few} {flags}")
     steps = [row for row in rows if "reward" in row]
     assert [row["step"] for row in steps] == [1, 2] and metrics <= steps[0].keys()
     assert summary["steps"] == 2 and summary["accuracy_before"] is not None
     of_each = 3 if task == "pizza" else parse(["--task", task]).num_generations
     assert len(samples) == 2 * 2 * of_each
-    shown = module.build(TrainConfig(task=task), None).supervised()
     assert samples[0]["prompt"] in [row.get("prompt") or row["messages"][:1] for row in shown]
 
 

@@ -61,6 +61,8 @@ def test_the_warm_start_has_the_prompts_of_the_run(tmp_path, monkeypatch, task, 
     from transformers import AutoTokenizer
 
     seen = []
+    for size in ("PROBLEMS", "HUNTS"):
+        monkeypatch.setattr(task, size, 200, raising=False)
     monkeypatch.setattr("fastgrpo.trainer.supervised.sft", lambda model, examples, **_: seen.extend(examples))
     path = make_policy(task, tmp_path / "model", TrainConfig(device="cpu"), lambda *_: None)
     tokenizer = AutoTokenizer.from_pretrained(path)

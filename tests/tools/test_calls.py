@@ -111,6 +111,7 @@ def test_a_tool_that_hangs_is_abandoned(tool):
     assert answer(triples, timeout=10).content == "9"  # also after a tool that blocks the event loop
 
 
+@pytest.mark.slow
 def test_a_tool_that_hangs_does_not_keep_the_process():
     code = """
 import time

@@ -22,7 +22,7 @@ from openenv.core.env_server import Action, Environment, Observation, State, cre
 from pydantic import Field
 
 from fastgrpo.data.records import StopReason
-from fastgrpo.integrations.openenv import OpenEnv, from_client
+from fastgrpo.integrations.openenv import from_client
 from fastgrpo.tools.dialogue import Dialogue
 from fastgrpo.tools.environments import Environments
 
@@ -176,24 +176,6 @@ def test_a_server_dies_and_comes_back(server, environments):
     assert turn(after, '<step {"message": "c"}>').ids == ids("[c]")
     server.restart()  # between two steps: another session would not have been reset
     assert turn(after, '<step {"message": "d"}>').reason == StopReason.ENV_ERROR
-
-
-def test_tools_of_other_names(server):
-    class Parrot(OpenEnv):
-        def _connect(self):
-            return GenericEnvClient(server.url)
-
-        async def say(self, message: str) -> str:
-            """Say it.
-
-            Args:
-                message: What to say.
-            """
-            return await self._step({"message": message})
-
-    (dialogue,) = begin(Environments(Parrot), {})
-    assert turn(dialogue, '<say {"message": "a"}>').ids == ids("[a]")
-    gc.collect()
 
 
 if __name__ == "__main__":
