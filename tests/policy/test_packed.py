@@ -88,7 +88,7 @@ ARCHITECTURES = ["qwen2", "qwen3", "llama", "mistral", "smollm3"]
 @settings(max_examples=4)
 @given(LENGTHS, st.sampled_from([10_000, 30, 12, 1]), st.booleans(), st.sampled_from(["cpu", "math"]))
 def test_packed_log_probs_and_gradients_equal_padded_ones(architecture, how, shapes, budget, checkpointing, kernel):
-    model, samples = exact_model(architecture, checkpointing), make_samples((*shapes, SHAPES[0]))
+    model, samples = exact_model(architecture, checkpointing), make_samples(((1, (3, 2)), *shapes, SHAPES[0]))
     mixed = [torch.randn(len(sample.ids), dtype=torch.float64) for sample in samples]
     expected_logps, expected = alone(model, samples, mixed)
     with mock.patch("fastgrpo.policy.varlen.kernel_for", lambda query: PaddedAttention(kernel)):
