@@ -15,7 +15,7 @@ import torch
 from fastgrpo import linear_grpo_loss, linear_logprob, logits_grpo_loss
 from fastgrpo.kernel_checks import cases
 from fastgrpo.kernels import head as head_kernels
-from fastgrpo.kernels import launch
+from fastgrpo.kernels import launch, reference
 
 RAGGED, ROW, TILES = (37, 24, 101), (1, 16, 33), (16, 19, 64)  # the last: whole tiles, a depth that no bulk copy takes
 SOFTCAP = {"softcap": 5.0}
@@ -89,6 +89,27 @@ def test_sums_over_many_vocabulary_tiles():
     """A real vocabulary has hundreds of tiles, more than one step of the sum reads."""
     tiles = torch.rand(2 * launch.REDUCE_TILES + 3, 40)
     torch.testing.assert_close(head_kernels.reduce_fwd(tiles), tiles.sum(0), rtol=1e-5, atol=0)
+
+
+def test_targets_far_below_the_rest():
+    """Up to 200 nats; from 60 on the anchor moves, although sums fit fp32 up to 88."""
+    leaves, rest = random_head(40, 16, 100)
+    leaves["hidden"].data *= torch.linspace(1, 20, 40)[:, None]
+    targets = (leaves["hidden"] @ leaves["weight"].T).argmin(-1)
+
+    def weighted(logps, entropy):
+        loss = (logps * rest["advantages"] + entropy * rest["old_logps"]).sum()
+        return {"loss": loss, "logps": logps, "entropy": entropy}
+
+    def ours():
+        found = weighted(*linear_logprob(**leaves, targets=targets, return_entropy=True, backend="triton"))
+        return found | cases.gradients(found["loss"], leaves)
+
+    def of_logits(logits):
+        return weighted(*reference.logits_logprob(logits, targets, return_entropy=True))
+
+    distances = check(cases.head_trial(leaves, None, ours, of_logits))["logps"]
+    assert ((distances < -62) & (distances > -85)).sum() > 3 and distances.min() < -100
 
 
 @pytest.mark.parametrize("target", (True, False))
