@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import tiny
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
@@ -85,7 +85,7 @@ ARCHITECTURES = ["qwen2", "qwen3", "llama", "mistral", "smollm3"]
 @pytest.mark.parametrize(
     "architecture, how", [*((name, "shared") for name in ARCHITECTURES), ("qwen3", "repeated"), ("llama", "padded")]
 )
-@settings(max_examples=4)
+@settings(max_examples=4, phases=[Phase.generate])  # to shrink what fails takes minutes
 @given(LENGTHS, st.sampled_from([10_000, 30, 12, 1]), st.booleans(), st.sampled_from(["cpu", "math"]))
 def test_packed_log_probs_and_gradients_equal_padded_ones(architecture, how, shapes, budget, checkpointing, kernel):
     model, samples = exact_model(architecture, checkpointing), make_samples(((1, (3, 2)), *shapes, SHAPES[0]))
