@@ -203,10 +203,6 @@ def count_on_rank():
     dist.destroy_process_group()
 
 
-def test_one_process_takes_the_count_as_it_is():
-    assert [step_tokens(Objective(), MASK, count) for count in (None, 7)] == [None, 7]
-
-
 @pytest.mark.slow
 def test_liger_differs_from_the_reference_in_the_documented_cases():
     """The list in docs/integrations.md. Liger's Triton function runs in the interpreter, in a process of its own."""

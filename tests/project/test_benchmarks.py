@@ -9,12 +9,10 @@ import pytest
 import torch
 from paths import ROOT
 
-from benchmarks import first_gpu, peers, report
-from benchmarks.batches import make_batch
+from benchmarks import first_gpu, report
 from benchmarks.compare import append, compare, rows_of
 from benchmarks.contestants import Contestant, Failed, contest, taking_part
 from benchmarks.harness import at_least
-from benchmarks.variants import full_logits
 
 SMALL = {"FASTGRPO_BENCH_SMALL": "1"}
 
@@ -64,19 +62,6 @@ def test_results_become_tables_of_their_newest_run(tmp_path, capsys):
     assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text and "9.00" not in text
     assert "| tiny | fastgrpo | 2.00 (1.00 to 3.00) | 1.00 | 3 |" in text
     assert "| tiny | peer | 5.00 (1.00 to 3.00) | 2.50 | 3 |" in text and "Missing: absent (not installed)" in text
-
-
-def test_the_filter_leaves_out_what_cut_cross_entropy_does():
-    """Of 256 tokens over 256 entries, tiles without an entry of softmax - onehot at the threshold add nothing."""
-    batch = make_batch(256, 16, 256, length=64, dtype=torch.float32, device="cpu")
-    gradients, kept = peers.filtered_gradients(batch)
-    assert kept == 1
-    torch.testing.assert_close(gradients, full_logits(batch), rtol=1e-3, atol=1e-7)
-    weight = batch.weight.detach().clone()
-    weight[:128], batch.hidden.data[:] = -20, batch.hidden.data.abs() + 0.1  # never drawn, and last in the order
-    rare = batch._replace(weight=weight.requires_grad_(), targets=batch.targets % 128 + 128)
-    (_, dw), kept = peers.filtered_gradients(rare)
-    assert kept == 0.5 and not dw[:128].any() and dw[128:].any()
 
 
 @pytest.mark.slow
