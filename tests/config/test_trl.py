@@ -173,7 +173,6 @@ def test_contradictory_or_fractional_arguments_are_refused(named, arguments):
         ({"report_to": None}, {"report_to": ("none",)}),
         ({"use_cpu": True}, {"device": "cpu"}),
         ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}),
-        ({"warmup_ratio": 0.1, "warmup_steps": 5}, {"warmup_steps": 5}),  # as transformers had it
         (
             {"lr_scheduler_type": SchedulerType.COSINE, "eval_strategy": IntervalStrategy.NO},
             {"lr_scheduler_type": "cosine", "eval_on_start": False},
