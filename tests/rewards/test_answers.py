@@ -149,7 +149,7 @@ for beginning, unit, length in json.load(sys.stdin):
     gsm8k.format_reward(["?"], [text])
     sandbox.program_of(text)
     assert countdown.answer_value(text, [9] * 4) is None
-    assert time.process_time() - start < 1, "that took long"
+    assert time.process_time() - start < 3, "that took long"
 print("done")
 """
 
