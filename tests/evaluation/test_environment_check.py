@@ -52,7 +52,7 @@ class NoText(Good):
 class Slow(Good):
     def wait(self) -> str:
         """Wait."""
-        time.sleep(0.5)
+        time.sleep(1)
         return "late"
 
 
@@ -76,6 +76,20 @@ class Used(Good):
         self.dice = random.Random(seed)
 
 
+class Shared(Good):
+    def reset(self, seed, **row):
+        super().reset(seed)
+        Shared.last = self
+
+    def roll(self, times: int) -> str:
+        """Roll the dice.
+
+        Args:
+            times: How often.
+        """
+        return Good.roll(Shared.last, times)
+
+
 def problems(*given, **how):
     return [text for *_, text in check_environment(*given, **how)]
 
@@ -90,10 +104,10 @@ def test_an_environment_without_mistakes_has_no_problems():
     (NoText, "state() returns a dict, not text; the model reads \"{'sum': "),
     (Slow, "wait() ends the completion with tool_timeout"), (NoNumber, "get_reward() returns 'good', not a finite"),
     (Random, "with the same row and seed differs"),
-    (Used, "was used before"), (object, "no method reset"),
+    (Used, "was used before"), (Shared, "at the same time differ"), (object, "no method reset"),
 ])  # fmt: skip
 def test_finds_every_mistake(environment, words):
-    found = problems(environment, timeout=0.2 if environment is Slow else 60)
+    found = problems(environment, timeout=0.5 if environment is Slow else 60)
     assert len(found) == 1 and words in found[0]
 
 

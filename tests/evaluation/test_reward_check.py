@@ -40,6 +40,10 @@ def constant(completions, **columns):
     return [0.5] * len(completions)
 
 
+def by_prompt(prompts, **columns):
+    return [float(prompt[-1]) for prompt in prompts]
+
+
 def gives_nan(completions, **columns):
     return [math.nan if reward == 9 else reward for reward in good(completions)]
 
@@ -103,7 +107,7 @@ def test_reports_mean_deviation_spread_and_time():
 
 
 @pytest.mark.parametrize("function, words", [
-    (constant, "constant"), (gives_nan, "returns NaN"),
+    (constant, "constant"), (by_prompt, "never differs within a group"), (gives_nan, "returns NaN"),
     (by_order, "depends on the order"), (by_others, "set group_wise = True"), (random, "is random"),
     (mutates, r"changes its arguments \(completions\)"), (mutates_async, r"changes its arguments \(answer\)"),
     (lambda completions, **columns: good(completions), "cannot be pickled"),

@@ -23,18 +23,15 @@ def logps(model, inputs, completions):
 
 
 class Watch(lightning.Callback):
-    """Records the inputs and the loss of each update."""
+    """Records the tokens and the loss of each update."""
 
     def __init__(self):
         self.updates = []
 
-    def on_train_batch_start(self, trainer, module, rows, index):
-        self.updates.append({"rows": rows})
-
     def on_before_backward(self, trainer, module, loss):
         with torch.no_grad():
             new = logps(module.model, module.inputs, module.tokens["targets"])
-        self.updates[-1] |= {"loss": loss.item(), "new": new, "tokens": module.tokens, "inputs": module.inputs}
+        self.updates.append({"loss": loss.item(), "new": new, "tokens": module.tokens, "inputs": module.inputs})
 
 
 @pytest.fixture(scope="module")

@@ -172,13 +172,16 @@ def test_one_chunk_is_alive_at_a_time(monkeypatch, softcap, chunks):
 
 
 def products(case, frozen=(), **knobs):
+    """The numbers of products, forward and in all. A frozen input changes no other gradient."""
+    _, whole = run(case, linear_grpo_loss, **knobs)
     head = {name: tensor.requires_grad_(name not in frozen) for name, tensor in case.head().items()}
     with Products() as count:
         loss = linear_grpo_loss(**head, **case.rest(), **knobs).loss
         forward = len(count)
         if loss.requires_grad:
             loss.backward()
-    assert all((tensor.grad is None) == (name in frozen) for name, tensor in head.items())
+    for name, tensor in head.items():
+        assert tensor.grad is None if name in frozen else torch.equal(tensor.grad, whole[name])
     return forward, len(count)
 
 

@@ -1,13 +1,21 @@
 """The specification itself, against numbers by hand; its parts against its wholes."""
 
+import ast
 import math
 
 import oracle
 import pytest
 import torch
+from paths import ROOT
 
 from fastgrpo import Objective
 from fastgrpo.kernels import reference
+
+
+def test_the_reference_imports_nothing_of_what_it_checks():
+    tree = ast.walk(ast.parse((ROOT / "kernels" / "reference.py").read_text()))
+    imports = [node for node in tree if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert {getattr(node, "module", node.names[0].name) for node in imports} == {"math", "typing", "torch"}
 
 
 def test_log_probs_and_entropy_by_hand():

@@ -1,5 +1,7 @@
 """kl="full" in linear_grpo_loss against the reference, and unsupported combinations; tests/kernels tests its parts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from oracle import CHUNKS, make_case, run, set_chunk, token_weights
@@ -57,6 +59,16 @@ def test_beside_every_part_of_the_loss(monkeypatch, name, chunk):
         output, actual = run(case, linear_grpo_loss, logit_softcap=3.0, rows=rows, **spoilt, **FULL, **VARIANTS[name])
         torch.testing.assert_close((output.loss, output.metrics["kl"]), (loss, kl), rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_padded_tokens_give_the_loss_of_packed_ones():
+    case, ref = make()
+    rows = {name: x.view(2, 8) for name, x in case.per_token().items()}
+    padded = replace(case, cu_seqlens=None, hidden=case.hidden.view(2, 8, -1), **rows)
+    expected, gradients = run(case, linear_grpo_loss, **ref, **FULL)
+    output, actual = run(padded, linear_grpo_loss, **ref | {"ref_hidden": ref["ref_hidden"].view(2, 8, R)}, **FULL)
+    torch.testing.assert_close(output.loss, expected.loss)
+    torch.testing.assert_close(actual["weight"], gradients["weight"])
 
 
 @CHUNKS

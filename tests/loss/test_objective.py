@@ -13,8 +13,8 @@ CU_SEQLENS = torch.tensor([0, 3, 5, 5, 9])
 NAN, INF = math.nan, math.inf
 
 
-def weights(objective, mask=MASK, **knobs):
-    return objective.token_weights(mask, CU_SEQLENS, **knobs)
+def weights(objective, **knobs):
+    return objective.token_weights(MASK, CU_SEQLENS, **knobs)
 
 
 # The weight of each kept token of the first and of the last sequence. There are S = 4 sequences and 5 kept tokens; a

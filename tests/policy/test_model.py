@@ -1,4 +1,4 @@
-"""`Policy`: its head, full weights and state, and prompts that do not fit."""
+"""`Policy`: its head, full weights and state, and the models that it is made of."""
 
 import pytest
 import tiny

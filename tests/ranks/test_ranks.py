@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from paths import ROOT
-from ranks import forked, start
+from ranks import HANGING, fork, forked, start
 
 from fastgrpo import chat, train
 from fastgrpo import ranks as module
@@ -287,6 +287,6 @@ def test_torchrun_reports_the_failed_rank_as_the_root_cause(ending, rank, why):
 
 
 if __name__ == "__main__":
-    lost_ranks.support.HANGING["hang-gather"] = (1,)
+    HANGING["hang-gather"] = (1,)
     cases = {case: functools.partial(lost_ranks.exchange, *case.split("-")) for case in CASES}
-    lost_ranks.support.fork(cases, sys.argv[1])
+    fork(cases, sys.argv[1])

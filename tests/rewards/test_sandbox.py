@@ -4,6 +4,7 @@ import collections
 import enum
 import itertools
 import platform
+import struct
 import threading
 
 import pytest
@@ -14,7 +15,7 @@ from fastgrpo.data.records import Prompt
 from fastgrpo.rewards import find_reward
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.jailed import canonical
-from fastgrpo.rewards.sandbox import REFUSED, Assertion, Limits, Output, Sandbox, Value, read_tests
+from fastgrpo.rewards.sandbox import REFUSED, Assertion, Limits, Output, Sandbox, Value, make_filter, read_tests
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,33 @@ def test_canonical_text_is_equal_for_equal_values():
     for value, error in ((object(), TypeError), ([range(3)], TypeError), ([float("nan")], ValueError)):
         with pytest.raises(error):
             canonical(value)
+
+
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
+ALLOW, REFUSE, INTEL_32 = 0x7FFF0000, 0x00050001, 0x40000003
+
+
+def decide(program, number, architecture):
+    """What the kernel would do with a call: an interpreter of classic BPF."""
+    data, at, value, instructions = {0: number, 4: architecture}, 0, 0, list(struct.iter_unpack("=HBBI", program))
+    while True:
+        code, yes, no, constant = instructions[at]
+        if code == 0x06:
+            return constant
+        at += 1
+        if code == 0x20:
+            value = data[constant]
+        else:
+            at += yes if {0x15: value == constant, 0x35: value >= constant}[code] else no
+
+
+@pytest.mark.parametrize("column, machine", list(enumerate(ARCHITECTURES)))
+def test_the_filter_refuses_the_listed_calls_and_every_call_of_another_table(column, machine):
+    program, own = make_filter(machine), ARCHITECTURES[machine]
+    found = {number: decide(program, number, own) for number in range(1000)}
+    assert found == dict.fromkeys(found, ALLOW) | {pair[column]: REFUSE for pair in REFUSED.values()}
+    assert decide(program, 0x40000000, own) == decide(program, 0xFFFFFFFF, own) == REFUSE
+    assert {decide(program, 0, other) for other in {*ARCHITECTURES.values(), INTEL_32} - {own}} == {REFUSE}
 
 
 @needs_namespaces

@@ -1,13 +1,7 @@
 """The backends that the tests of rollouts run on."""
 
-from functools import partial
-
 import pytest
-
-from fastgrpo.rollout.engine import RolloutEngine
-from fastgrpo.rollout.hf import HFBackend
-
-BACKENDS = {name: partial(RolloutEngine, attention=name) for name in ("sdpa", "products")} | {"hf": HFBackend}
+from drawing import BACKENDS
 
 
 @pytest.fixture(scope="session", params=BACKENDS)

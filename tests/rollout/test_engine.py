@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import tiny
 import torch
-from drawing import PROMPTS, finish, ids_of
+from drawing import BACKENDS, PROMPTS, finish, ids_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +44,7 @@ QUICK = [("sdpa", "qwen2"), ("sdpa", "qwen3"), ("products", "llama"), ("products
          ("hf", "qwen2")]  # fmt: skip
 PAIRS = [
     pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow)
-    for pair in product(["sdpa", "products", "hf"], tiny.ARCHITECTURES)
+    for pair in product(BACKENDS, tiny.ARCHITECTURES)
 ]
 
 

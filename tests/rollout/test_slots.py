@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.rollout.slots import Geometry, fit, kv_token_bytes, memory_left
+from fastgrpo.rollout.slots import AMPLE, Geometry, fit, kv_token_bytes, memory_left, settled
 
 CPU = torch.device("cpu")
 
@@ -50,6 +50,17 @@ def test_computes_kv_bytes_per_token():
 def test_memory_left_excludes_reserved_memory():
     free = memory_left(CPU)
     assert free > 2**28 and 0 <= memory_left(CPU, free // 2) < 0.6 * free and memory_left(CPU, 2 * free) == 0
+
+
+@pytest.mark.parametrize("ample", [True, False])
+def test_phases_share_a_geometry_only_where_memory_is_ample(ample):
+    """And a smaller batch of a phase, such as a refill of a step, changes nothing."""
+    phases, training, evaluation = {}, Geometry(64, 100, 16, 16, 8, False), Geometry(256, 100, 256, 16, 1, False)
+    both, refill = Geometry(256, 100, 256, 16, 8, False), Geometry(8, 100, 1, 16, 8, False)
+    budget = int(both.tokens / AMPLE) + 1 if ample else both.tokens
+    order = (training, evaluation, refill, training, evaluation)
+    chosen = [settled(phases, new, [], 1, budget) for new in order]
+    assert chosen == ([training] + [both] * 4 if ample else [training, evaluation, training, training, evaluation])
 
 
 def test_a_tight_budget_changes_nothing_but_the_order():

@@ -1,7 +1,6 @@
 """Checkpoints of several ranks: any number of ranks reads them to the last bit, and what fails on one fails on all.
 
-Four processes are started once, by this file as a script, and do what `shard_ranks.py` has. One alone writes and reads
-here.
+As a script, this file forks four ranks, which call the functions of `shard_ranks.py`; the tests read what they printed.
 """
 
 import functools

@@ -1,5 +1,11 @@
-"""Prompts, and the completions of an engine."""
+"""Backends, prompts, and the completions of an engine."""
 
+from functools import partial
+
+from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.hf import HFBackend
+
+BACKENDS = {name: partial(RolloutEngine, attention=name) for name in ("sdpa", "products")} | {"hf": HFBackend}
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [16, 17]]
 
 

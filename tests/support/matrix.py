@@ -1,6 +1,6 @@
 """Trajectories of three updates, each computed by all ranks in one of many ways; rank 0 writes them to a file.
 
-python matrix.py FOLDER SIZE COUNT LIMIT      forks COUNT ranks; SIZE is "small" or "whole", LIMIT is in seconds
+python matrix.py FOLDER COUNT LIMIT      forks COUNT ranks; LIMIT is in seconds
 """
 
 import dataclasses
@@ -89,8 +89,8 @@ def samples_of(name):
     return [group(rng, 4, (6, 5), (0.0, 0.0)), group(rng, 4, (3, 9), (0.0, 0.0))]  # "none": nothing to learn
 
 
-def cases(size, count=2):
-    """The ways in which so many ranks compute: "small" for every commit, "whole" for all of them."""
+def cases(count):
+    """All ways in which so many ranks compute."""
     losses = [Case(loss, beta) for loss in LOSS_TYPES for beta in (0.0, 0.04)]
     others = [Case("dapo", beta, name) for name in ("few", "apart", "none") for beta in (0.0, 0.04)]
     others += [
@@ -99,13 +99,6 @@ def cases(size, count=2):
         Case("dapo", 0.04, lora=True), Case("dapo", 0.04, minibatches=2, selection=SELECTION, adaptive=True),
         Case("grpo", 0.0, "few", selection=SELECTION), Case("vespo", 0.0, adaptive=True),
     ]  # fmt: skip
-    if size == "small":  # each in one of the ways
-        chosen = [case for case in losses if case.loss_type in ("grpo", "dapo", "luspo", "vespo")] + others
-        ways = itertools.cycle([("ddp", 60), ("fsdp2", WHOLE), ("fsdp2", 60)])
-        return [
-            dataclasses.replace(case, parallel=parallel, budget=budget if case in losses else 60)
-            for case, (parallel, budget) in zip(chosen, ways, strict=False)
-        ]
     modes = ("ddp", "fsdp2") if count > 1 else ("fsdp2",)
     crossed = [*itertools.product(losses, modes, (WHOLE, 150, 40)), *itertools.product(others, modes, (60,))]
     return [dataclasses.replace(case, parallel=parallel, budget=budget) for case, parallel, budget in crossed]
@@ -154,9 +147,9 @@ def move(module):
         parameter.add_(change)
 
 
-def main(path, size):
+def main(path):
     ranks = join("cpu", 50)
-    results = {case: trajectory(case, ranks) for case in cases(size, ranks.size)}
+    results = {case: trajectory(case, ranks) for case in cases(ranks.size)}
     if ranks.lead:
         torch.save(results, path)
 
@@ -164,6 +157,6 @@ def main(path, size):
 if __name__ == "__main__":
     import matrix  # so that the classes in the file are those of the module, not of __main__
 
-    folder, size, count, limit = sys.argv[1:]
-    body = functools.partial(matrix.main, f"{folder}/results.pt", size)
+    folder, count, limit = sys.argv[1:]
+    body = functools.partial(matrix.main, f"{folder}/results.pt")
     fork({"ranks": body}, folder, int(count), limit=float(limit))

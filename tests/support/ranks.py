@@ -153,7 +153,7 @@ def _be_rank(body, path, rank, count, port):
 
 
 def forked(script, folder, *argv, limit=30 * LIMIT):
-    """Run a script of tests/support that calls `fork` with an empty folder.
+    """Run a script that calls `fork` with an empty folder; a relative path is one in tests/support.
 
     Returns a function from the name of a case to the exit codes and the outputs of its ranks.
     """

@@ -42,15 +42,15 @@ def make_trainer(tmp_path, name, reward=noisy, seed=0, **settings):
     return runs.make_trainer(tmp_path, reward, curriculum(), rows, **{**defaults, **settings})
 
 
-def acting(step, act, reward=noisy):
-    """The reward, which first calls `act` in one step; 0 is the evaluation before the first."""
+def acting(step, act):
+    """`noisy`, which first calls `act` in one step; 0 is the evaluation before the first."""
 
-    @functools.wraps(reward)
+    @functools.wraps(noisy)
     def acts(trainer_state, completions, **arguments):
         evaluation = len(completions) == 2
         if (step, evaluation) in ((0, trainer_state.global_step == 0), (trainer_state.global_step + 1, False)):
             act()
-        return reward(completions=completions, **arguments)
+        return noisy(completions=completions, **arguments)
 
     return acts
 
@@ -105,6 +105,6 @@ class Crash(KeyboardInterrupt):
     """The end of a run at once. All else that a reward function raises counts as its failure."""
 
 
-def crash(step, reward=noisy):
-    """The reward, which fails in one step: everything since the last save is lost."""
-    return acting(step, Mock(side_effect=Crash), reward)
+def crash(step):
+    """`noisy`, which fails in one step: everything since the last save is lost."""
+    return acting(step, Mock(side_effect=Crash))

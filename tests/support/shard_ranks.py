@@ -1,6 +1,6 @@
-"""A script: four ranks write, read and fail, as tests/run/test_shards.py tells.
+"""What the ranks of tests/run/test_shards.py do: they write, read and fail.
 
-The first two of them are also a run of their own. Line by line, a rank prints what it found, and the test reads that.
+Line by line, a rank prints what it found, and the test reads that.
 """
 
 import functools
@@ -8,19 +8,14 @@ import json
 import os
 import resource
 import signal
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from unittest.mock import Mock
 
-import ranks as support
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from toy_parts import about, addresses, differences, draws, make_parts, settings, snapshot_of, trained_parts
 from transformers import set_seed
 
-from fastgrpo.ranks import RankLost, Ranks, apart, join, together
+from fastgrpo.ranks import RankLost, apart, together
 from fastgrpo.run import checkpoint, snapshot
 from fastgrpo.run.checkpoint import Checkpointer, checkpoints, write_checkpoint
 from fastgrpo.run.log import open_log
@@ -149,30 +144,3 @@ def fail(folder, ranks, mesh):
             checkpointer.wait()
         except RankLost as error:
             tell(lost=str(error), good=sorted(checkpoints(log.dir)))
-
-
-def all_ranks(top):
-    four = join("cpu", 60)
-    two = Ranks(four.rank, 2, dist.new_group([0, 1], backend="gloo"))
-    runs = {4: (four, DeviceMesh("cpu", list(range(4)))), 2: (two, DeviceMesh("cpu", [0, 1]))}
-    taking_part = [(count, *run) for count, run in runs.items() if four.rank < count]
-    parts_of_work(four)
-    for name in DTYPES:
-        taking_part = taking_part if name == "bf16" else taking_part[:1]  # fp32 on all four alone, which is enough
-        for count, ranks, mesh in taking_part:
-            write(top / f"{name}-ddp-{count}", name, ranks, None)
-            write(top / f"{name}-fsdp2-{count}", name, ranks, mesh)
-        four.any(False, "all checkpoints")
-        for _, ranks, mesh in taking_part:
-            for path in sorted(top.glob(f"{name}-*/checkpoint-3")):
-                if "-ddp-" not in str(path):
-                    read(top, path, name, ranks, None)
-                read(top, path, name, ranks, mesh)
-    four.any(False, "all readings")
-    go_on_or_not(top / "refusing", *runs[4])
-    fail(top / "failing", *runs[4])
-
-
-if __name__ == "__main__":
-    body = functools.partial(all_ranks, Path(sys.argv[1]) / "runs")
-    support.fork({"all": body}, sys.argv[1], count=4, limit=5 * support.LIMIT)

@@ -11,11 +11,11 @@ def _rotated(weight, heads):
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def save(path, architecture="llama", chat=True):
+def save(path, chat=True):
     """Write the file; returns the model and the tokenizer that it should be read as."""
     model, tokenizer = tiny.model("smollm3-like", vocab_size=260, max_position_embeddings=2048), tiny.tokenizer(chat)
     config, weights = model.config, model.state_dict()
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)

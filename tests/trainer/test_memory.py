@@ -206,6 +206,20 @@ def test_auto_takes_ddp_where_everything_fits_one_device(planned, name, ranks, m
     assert ("whole weights" in held) == sharded
 
 
+def test_each_of_eight_devices_holds_its_share_and_what_it_gathers(planned):
+    model = planned.outline("7B")
+    whole, layers = model.num_parameters(), model.base_model.layers
+    layer = sum(parameter.numel() for parameter in layers[0].parameters())
+    rest = whole - layer * len(layers)  # embedding and head are more than two layers
+    held = sizes(planned("7B", 8, beta=0.04))
+    assert held["reference"] == 2 * whole // 8 and held["whole weights"] == 2 * whole
+    assert held["gathered unit"] == 2 * rest and held["gathered layers"] == 2 * (2 * layer + rest)
+    assert held["unsharded gradients"] == 4 * rest
+    assert sizes(planned("7B", 8, parallel="fsdp2_keep"))["gathered layers"] == 2 * whole
+    offload = sizes(planned("7B", 8, parallel="fsdp2_offload"))
+    assert offload["policy"] == offload["gradients"] == offload["optimizer"] == 0 < offload["whole weights"]
+
+
 def test_the_device_with_the_least_room_decides_for_all(planned, tmp_path):
     tiny.config(**SHAPES["1.5B"]).save_pretrained(tmp_path)
     config = GRPOConfig(device="cpu", dtype="bfloat16")

@@ -63,6 +63,8 @@ def test_no_source_runs_code_from_its_data():
 
 
 COMMANDS = {
+    "evaluate": "{model} --max_eval_samples 2 --device cpu --max_completion_length 4",
+    "doctor": "--model {model}",
     "chat": "{model} --prompt hi -n 2 --device cpu",
     "train": "--task dataset --dataset_name {model}/rows.jsonl --reward_funcs own_length:length --device cpu "
     "--model_name_or_path {model} --output_dir {model}/run --max_steps 1 --prompts_per_step 1 --num_generations 2 "
@@ -70,7 +72,9 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] if x in ("evaluate", "doctor") else []) for x in COMMANDS]
+)
 def test_a_command_runs_the_code_of_a_model_only_when_asked_to(tmp_path, monkeypatch, capsys, name):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
     folder = tiny.save(tmp_path / "model")

@@ -92,3 +92,12 @@ def test_the_kernels_of_a_draw_are_checked(how, monkeypatch):
     for wrong in planted:
         monkeypatch.setattr(sampling_module, "_fused", wrong)
         assert draws_differ(logits, numbers, how) is not None
+
+
+@pytest.mark.slow
+def test_a_flat_distribution_is_no_cause_for_alarm():
+    """Where many tokens are equally likely, sums in fp32 put a random number into the interval of a neighbour."""
+    how = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    logits = torch.randn(8, 3000) * 0.1
+    numbers = torch.softmax(logits.double(), -1).cumsum(-1)[:, 1500].float()  # on the boundary of two tokens
+    assert draws_differ(logits, numbers, how) is None

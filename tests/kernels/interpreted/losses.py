@@ -29,10 +29,16 @@ def known(*quick):
 TOKENS = {name: knobs for name, knobs in EVERY.items() if not knobs.get("entropy_coef")}
 
 
+def arguments(name, kwargs):
+    """Return the arguments of an objective; vespo's weigh the tokens by a sampler's log-probs."""
+    kwargs = {**kwargs, **OBJECTIVES[name], "return_entropy": True}
+    return kwargs | ({"sampler_logps": kwargs["old_logps"] + 0.2 * torch.randn(N)} if name == "vespo" else {})
+
+
 def spoilt(hidden, kwargs):
     """Hidden states and arguments whose masked rows hold what must never be read."""
     out = ~kwargs["mask"]
-    changed = {name: kwargs[name].masked_fill(out, math.nan) for name in ("old_logps", "ref_logps")}
+    changed = {name: kwargs[name].masked_fill(out, math.nan) for name in kwargs if name.endswith("_logps")}
     changed["targets"] = kwargs["targets"].masked_fill(out, -100)
     anything = torch.tensor([math.nan, math.inf] * (D // 2))
     return hidden.where(~out[:, None], anything), {**kwargs, **changed}
@@ -41,7 +47,7 @@ def spoilt(hidden, kwargs):
 @known(("dapo", "device"), ("gspo", "host"), ("bonus", "device"))
 def test_linear_grpo_loss(name, known_to, batch, monkeypatch):
     hidden, weight, kwargs = batch
-    kwargs = {**kwargs, **OBJECTIVES[name], "return_entropy": True}
+    kwargs = arguments(name, kwargs)
     theirs = run(linear_grpo_loss, (hidden, weight), kwargs, "chunked", factor=1.7)
     hidden, kwargs = spoilt(hidden, kwargs)
     if known_to == "device":
@@ -54,7 +60,7 @@ def test_linear_grpo_loss(name, known_to, batch, monkeypatch):
 @known(("gspo", "device"))
 def test_logits_grpo_loss(name, known_to, batch, monkeypatch):
     hidden, weight, kwargs = batch
-    kwargs = {**kwargs, **OBJECTIVES[name], "return_entropy": True, "temperature": torch.rand(N) + 0.5}
+    kwargs = {**arguments(name, kwargs), "temperature": torch.rand(N) + 0.5}
     logits = hidden @ weight.T
     logits[~kwargs["mask"]] = math.nan
     theirs = run(logits_grpo_loss, (logits,), kwargs, "chunked", factor=1.7)
