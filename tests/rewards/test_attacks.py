@@ -211,7 +211,6 @@ with Prison(Limits(memory=int(sys.argv[1]), seconds=300)).jail("import os\\nprin
 """
 
 
-@pytest.mark.slow
 @needs_namespaces
 @as_root
 def test_jails_run_as_an_ordinary_user():
