@@ -291,7 +291,7 @@ def draw_groups(
     try:
         for i, prompts in groups.items():
             _request(engine, i, prompts, sampling)
-        for outputs in engine.run(progress):
+        for outputs in engine.run(progress) if count else ():
             for request_id, samples in outputs.items():
                 i, number = request_id % 2**APART, request_id >> APART
                 parts[i] |= {
