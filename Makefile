@@ -51,7 +51,6 @@ reasoning: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.recipes.smollm2 models/smollm2-135m
 	$(MAKE) reasoning-chain_sum TASKS='{"chain_sum": {"solved": 4, "max_terms": 2, "max_digits": 2}}'
 	$(MAKE) reasoning-gcd TASKS='{"gcd": {"solved": 4, "max_value": 20}}'
-	$(MAKE) reasoning-letter_counting TASKS='{"letter_counting": {"solved": 4, "min_words": 3, "max_words": 4}}'
 
 reasoning-%:
 	$(BIN)/python -m fastgrpo.train --config fastgrpo/recipes/smollm2-135m-gym.yaml --reasoning_gym_tasks '$(TASKS)' \
