@@ -36,7 +36,7 @@ from transformers import (
 
 from fastgrpo.config.sections import PRM_AGGREGATIONS
 from fastgrpo.data.token_text import TokenText
-from fastgrpo.policy.device import choose_dtype
+from fastgrpo.policy.device import cast, choose_dtype
 from fastgrpo.policy.load import loading
 from fastgrpo.rewards.steps import split_steps
 
@@ -83,7 +83,7 @@ class Judge:
         """Move the model to a device, in bf16 on a GPU and in fp32 on a CPU. Quantized weights keep their dtype."""
         self.model.to(device)
         if not getattr(self.model, "is_quantized", False):
-            self.model.to(choose_dtype("auto", device))
+            cast(self.model, choose_dtype("auto", device))
         self.policy_tokenizer = policy_tokenizer
 
     def bytes_to_come(self, device: torch.device) -> int:

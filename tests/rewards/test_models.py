@@ -152,6 +152,15 @@ def test_combines_functions_and_reward_models(tmp_path):
         assert judge.model.device.type == "meta" and judge.model.dtype == torch.float32 and not judge.pooled
 
 
+def test_rotary_frequencies_of_a_16_bit_reward_model_stay_exact(monkeypatch):
+    monkeypatch.setattr("fastgrpo.rewards.models.choose_dtype", lambda name, device: torch.bfloat16)
+    judge = RewardModel(classifier(), tiny.tokenizer())
+    frequencies = judge.model.model.rotary_emb.inv_freq.clone()
+    judge.place(torch.device("cpu"))
+    assert judge.model.dtype == torch.bfloat16
+    assert torch.equal(judge.model.model.rotary_emb.inv_freq, frequencies)
+
+
 @pytest.mark.parametrize(
     "judge, make", [(RewardModel, classifier), (ProcessRewardModel, labelled), (ProcessRewardModel, causal)]
 )
