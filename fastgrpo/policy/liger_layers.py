@@ -1,6 +1,9 @@
 """liger-kernel's fused layers, which launch fewer kernels and keep fewer activations for the backward pass."""
 
 import logging
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -14,8 +17,7 @@ def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
     """Replace RMSNorm, rotary embedding and SwiGLU by liger-kernel's versions, if it has them. The head stays.
 
     Experts are not replaced either: liger's need a sync in every layer to count the tokens of each expert, which a CUDA
-    graph capture does not allow. The rotary embedding is replaced for the model's whole architecture, so that later
-    copies, such as the reference, compute the same.
+    graph capture does not allow. The rotary embedding is a function that all models of the architecture share.
     """
     obstacle = _obstacle(model, model.device) if wanted is not False else "not wanted"
     if wanted and model.device.type == "cpu":
@@ -28,7 +30,9 @@ def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
         return False
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    torch.cuda.set_device(model.device)  # liger's rotary embedding launches on the current device
+    torch.cuda.set_device(model.device)  # liger 0.8.0 launches on the current device
+    of_classes = {kind.__module__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models.")}
+    modules = {name: dict(vars(sys.modules[name])) for name in of_classes}
     swiglu = not any(parameter.ndim == 3 for parameter in model.parameters())  # 3-d parameters stack expert weights
     parts = {"rms_norm": True, "swiglu": swiglu, "cross_entropy": False, "fused_linear_cross_entropy": False}
     names = ["RMSNorm", "rotary embedding", *["SwiGLU"] * swiglu]
@@ -37,8 +41,34 @@ def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
     except NotImplementedError:  # for Qwen3.5 and GLM-4; raised before any replacement
         _apply_liger_kernel_to_instance(model, rope=False, **parts)
         names.remove("rotary embedding")
+    for name, before in modules.items():
+        _confine(vars(sys.modules[name]), before)
     logger.info("liger-kernel: fused %s for %s", " and ".join(names), model.config.model_type)
     return True
+
+
+class Rotary(NamedTuple):
+    """A rotary embedding that calls liger-kernel's only off the CPU, on the device of the queries."""
+
+    original: Callable
+    fused: Callable
+
+    def __call__(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate queries and keys, with the arguments of transformers' function."""
+        return (self.original if query.device.type == "cpu" else self.fused)(query, *args, **kwargs)
+
+
+def _confine(names, before):
+    """Undo what liger-kernel replaced in a module of transformers, for models of the same architecture elsewhere.
+
+    The policy keeps its layers, which were replaced one by one. Only the rotary embedding is called by name.
+    """
+    from fastgrpo.kernels.launch import on_its_device
+
+    for name, original in before.items():
+        if names[name] is not original:
+            keep = isinstance(original, (type, Rotary))
+            names[name] = original if keep else Rotary(original, on_its_device(names[name]))
 
 
 def would_apply(model: PreTrainedModel, wanted: bool | None, device: torch.device) -> bool:

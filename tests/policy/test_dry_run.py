@@ -75,19 +75,34 @@ def test_accepts_indexing_without_a_host_sync():
 
 
 def test_kernels_of_liger_are_not_launched(monkeypatch):
-    """On the meta device they would read the null pointer. liger's patches reach later models of the class too."""
+    """On the meta device they would read the null pointer."""
     pytest.importorskip("liger_kernel")
     launched = []
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *_, **__: launched.append(kernel.__name__))
     with meta_gpu():
-        first = tiny.model("qwen3")
-        apply_liger(first, True)
-        second = tiny.model("qwen3")  # prepared, so a dry run too
-        assert dry_run(first) == dry_run(second) == (None, False)
+        model = tiny.model("qwen3")
+        apply_liger(model, True)
+        assert dry_run(model) == (None, False)
         assert not launched
         monkeypatch.setattr(module, "no_launches", nullcontext)
-        assert dry_run(first) == (None, False)
+        assert dry_run(model) == (None, False)
         assert {"_rms_norm_forward_kernel", "_triton_rope"} <= set(launched)
+
+
+def test_a_model_of_the_same_architecture_on_a_cpu_keeps_its_own_layers(monkeypatch):
+    """A reward model with `--reward_device cpu`, say: liger's kernels would read its addresses on the GPU."""
+    pytest.importorskip("liger_kernel")
+    judge, ids = tiny.model("qwen3"), torch.arange(5)[None]
+    expected, launched = judge(ids).logits, []
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *_, **__: launched.append(kernel.__name__))
+    with meta_gpu():
+        for _ in range(2):
+            policy = tiny.model("qwen3")
+            apply_liger(policy, True)
+        assert torch.equal(judge(ids).logits, expected) and torch.equal(tiny.model("qwen3")(ids).logits, expected)
+        assert not launched
+        policy.to("meta")(ids.to("meta"))
+    assert {"_rms_norm_forward_kernel", "_triton_rope"} <= set(launched)
 
 
 def test_copies_a_model_without_weights_and_leaves_it_unchanged():
