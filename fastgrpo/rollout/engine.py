@@ -3,8 +3,11 @@
 It runs the policy's own module through the registered attention, so no copy of the weights must be synced after an
 update. No request may be in flight during an optimizer step, so keys and values of old weights are never read. A prompt
 is computed once for its group. When a completion finishes, a waiting group takes over its lane. If no group waits, the
-last lanes move into the gaps. On a GPU a step is one CUDA graph, and the host polls for finished lanes every POLL_STEPS
-steps.
+last lanes move into the gaps.
+
+On a GPU a decode step is one CUDA graph, and the host polls for finished lanes every POLL_STEPS steps. It queues the
+next steps before it reads the flags of the last ones, so the GPU decodes while the host copies completions and turns
+them into text.
 
 A completion with tools is in one of three states: its lane draws; its lane waits for the answer of a tool, while the
 others draw; or it has ended. The lanes that draw come first, so a decode step skips the others. When an answer has
@@ -71,6 +74,7 @@ class Running:
         turn: The number of its tokens before the current turn.
         given: The spans of the tokens that were appended to it.
         answer: The answer that it waits for, or None if it draws.
+        taken: While it waits, its tokens as `Lanes.take` returns them.
         patient: Whether a step may wait for the answer, which it does once.
     """
 
@@ -80,6 +84,7 @@ class Running:
     turn: int = 0
     given: list[slice] = field(default_factory=list)
     answer: Future[Turn] | None = None
+    taken: tuple | None = None
     patient: bool = True
 
     @property
@@ -101,7 +106,8 @@ class Running:
 class Lanes:
     """The state of R lanes, each of which holds one completion in flight.
 
-    A finished lane is still computed until the host takes its completion, but its state no longer changes.
+    A finished lane is still computed until the host takes its completion, but its state no longer changes. So a second
+    stream can copy it while later steps run.
     """
 
     def __init__(self, count: int, capacity: int, device: torch.device) -> None:
@@ -121,6 +127,8 @@ class Lanes:
         self.spoilt = False  # True if a log-prob was not finite; keys and values may then not be finite either
         self.kept = None  # probability mass kept by the filters at each draw; see `keep_mass`
         self.seen = None  # [R, V] bool, the tokens of prompt and completion; see `keep_seen`
+        self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.flags = self.reached = None  # the last snapshot, and the event at which it is complete
 
     def keep_mass(self) -> None:
         """Start to record the probability mass that the filters keep at each draw."""
@@ -202,23 +210,40 @@ class Lanes:
             if tensor is not None:
                 tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
+    def snapshot(self) -> None:
+        """Queue a copy of the finished flags to the host. `take` reads the lanes as they are here."""
+        self.flags = torch.empty(self.finished.shape, dtype=torch.bool, pin_memory=self.copies is not None)
+        self.flags.copy_(self.finished, non_blocking=True)
+        if self.copies is not None:
+            self.reached = torch.cuda.current_stream(self.finished.device).record_event()
+
+    def read(self) -> list[bool]:
+        """Wait for the last snapshot, and return its flags [R]."""
+        if self.reached is not None:
+            self.reached.synchronize()
+        return self.flags.tolist()
+
     def forgive(self) -> None:
         """Reset the log-probs of all lanes after some were not finite."""
         self.logps.zero_()
         self.spoilt = False
 
-    def take(self, lanes: torch.Tensor) -> list[tuple[list[int], torch.Tensor, torch.Tensor | None]]:
-        """Copy completions to the host, and set `spoilt` if a log-prob is not finite.
+    def take(self, lanes: list[int]) -> list[tuple[list[int], torch.Tensor, torch.Tensor | None]]:
+        """Copy completions of the last snapshot to the host, and set `spoilt` if a log-prob is not finite.
 
         Returns for each lane its token ids, their fp32 log-probs, and the probability mass that the filters kept. The
         latter is None if it was not recorded.
         """
-        lengths = self.length[lanes].tolist()
-        longest = max(lengths)
-        tokens = self.tokens[lanes, :longest].tolist()
-        logps = self.logps[lanes, :longest].cpu()
+        with torch.cuda.stream(self.copies):  # does not wait for the steps behind the snapshot
+            if self.copies is not None:
+                self.copies.wait_event(self.reached)
+            index = to_device(torch.tensor(lanes), self.length.device)
+            lengths = self.length[index].tolist()
+            longest = max(lengths)
+            tokens = self.tokens[index, :longest].tolist()
+            logps = self.logps[index, :longest].cpu()
+            kept = None if self.kept is None else self.kept[index, :longest].cpu()
         self.spoilt |= not logps.isfinite().all().item()
-        kept = None if self.kept is None else self.kept[lanes, :longest].cpu()
         return [
             (ids[:n], logps[i, :n].clone(), None if kept is None else kept[i, :n].clone())
             for i, (ids, n) in enumerate(zip(tokens, lengths, strict=True))
@@ -283,10 +308,11 @@ class RolloutEngine(RolloutBackend):
         lanes = [lane for lane, running in enumerate(self.running) if running and running.group.request is request]
         if not lanes:  # its prefill failed
             return 0
-        index, stopped = self._tensor(lanes), [self.running[lane] for lane in lanes]
+        stopped = [self.running[lane] for lane in lanes]
         done = stopped[0].group.done
-        taken = self.lanes.take(index)  # counts the tokens, and checks that their log-probs are finite
-        self.lanes.finished[index] = True
+        self.lanes.snapshot()
+        taken = self.lanes.take(lanes)  # counts the tokens, and checks that their log-probs are finite
+        self.lanes.finished[self._tensor(lanes)] = True
         for running in stopped:
             if running.dialogue:
                 running.dialogue.close(StopReason.ABORTED)
@@ -336,9 +362,13 @@ class RolloutEngine(RolloutBackend):
         if live:
             if live[-1] + 1 != self.arranged:
                 self._arrange()
+            if self.on_gpu:  # before the next steps, which the GPU computes while the host handles the last ones
+                self.lanes.snapshot()
             remaining = max(self.running[lane].end for lane in live) - self.steps
             for _ in range(min(remaining, POLL_STEPS if self.on_gpu else 1)):
                 self._decode(live[-1] + 1)
+            if not self.on_gpu:
+                self.lanes.snapshot()
             outputs |= self._finish(self._poll(live))
             self._compact()
         self._release()
@@ -540,7 +570,7 @@ class RolloutEngine(RolloutBackend):
         self.lanes.append(index, self._tensor(counts), ids)
         for each, count in zip(running, counts, strict=True):
             each.given.append(slice(each.turn, each.turn + count))
-            each.turn, each.answer, each.patient = each.turn + count, None, True
+            each.turn, each.answer, each.taken, each.patient = each.turn + count, None, None, True
             each.end = self.steps + each.limit - each.turn
 
     def _draw(self, lanes, logits):
@@ -555,25 +585,25 @@ class RolloutEngine(RolloutBackend):
     def _poll(self, live):
         """Read the finished flags. Pass turns to their dialogues, and return the lanes that ended, with None."""
         self.live_lanes.append(len(live))
-        finished = self.lanes.finished[: live[-1] + 1].tolist()
+        finished = self.lanes.read()
         ended = {lane: None for lane in live if finished[lane]}
         turns = [lane for lane in ended if self.running[lane].dialogue]
         if not turns:
             return ended
-        for lane, (ids, *_) in zip(turns, self.lanes.take(self._tensor(turns)), strict=True):
-            running = self.running[lane]
+        for lane, taken in zip(turns, self.lanes.take(turns), strict=True):
+            running, ids = self.running[lane], taken[0]
             if ids[-1] in running.group.request.sampling.stop_token_ids:
                 running.answer = running.dialogue.answer(ids[running.turn :], running.limit - len(ids) - 1)
-                running.turn = len(ids)
+                running.turn, running.taken = len(ids), taken
                 del ended[lane]
         return ended
 
     def _finish(self, ended):
         """Copy finished completions to the host, and free their lanes. Return the groups that finished."""
-        lanes, outputs = list(ended), {}
-        if not lanes:
-            return {}
-        for lane, (ids, logps, kept) in zip(lanes, self.lanes.take(self._tensor(lanes)), strict=True):
+        outputs, taken = {}, {lane: self.running[lane].taken for lane in ended}
+        if drawing := [lane for lane in ended if taken[lane] is None]:
+            taken |= zip(drawing, self.lanes.take(drawing), strict=True)
+        for lane, (ids, logps, kept) in taken.items():
             running = self.running[lane]
             group, request, mask = running.group, running.group.request, None
             reason = ended[lane] or (
@@ -594,7 +624,7 @@ class RolloutEngine(RolloutBackend):
             if len(group.done) == len(group.lanes):
                 del self.unfinished[request.request_id]
                 outputs[request.request_id] = [group.done[i] for i in range(len(group.lanes))]
-        self._leave(lanes)
+        self._leave(ended)
         return outputs
 
     def _leave(self, lanes):

@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from fastgrpo.rollout import engine as engine_module
-from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.engine import Lanes, RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams, filter_logps, penalize
 
 LONGEST = 14
@@ -88,6 +88,7 @@ def test_draws_do_not_depend_on_the_batch(attention, how, requests, spare, stops
     sampling = dataclasses.replace(HOW[how], stop_token_ids=tuple(stops))
     most, outputs = max(len(limits) for _, limits in requests) + spare, {}
     engine = RolloutEngine(model_of("qwen3"), max_num_seqs=most, attention=attention)
+    engine.on_gpu = data.draw(st.booleans())  # decodes the next steps before it handles the last
     at_first, aborted = data.draw(st.integers(1, len(requests))), data.draw(st.sets(st.integers(0, 5), max_size=1))
     with mock.patch.object(engine_module, "PREFILL_TOKENS", data.draw(st.sampled_from([8, 16384]))):
         for i, (number, limits) in enumerate(requests):
@@ -107,6 +108,39 @@ def test_draws_do_not_depend_on_the_batch(attention, how, requests, spare, stops
             assert (rollout.ids, rollout.finish_reason) == (ids, reason)
             torch.testing.assert_close(rollout.logps, alone.logps[: len(ids)], atol=1e-5, rtol=0)
             torch.testing.assert_close(rollout.sampler_logps, alone.sampler_logps[: len(ids)], atol=1e-4, rtol=0)
+
+
+def test_the_gpu_decodes_while_the_host_handles_finished_completions():
+    """A decode step takes 1 unit of time. The host queues steps at once, and handles what a step returns in 6 units."""
+    engine, host, gpu, idle, snapshot = RolloutEngine(model_of("qwen3"), max_num_seqs=4), 0, 0, 0, 0
+    engine.on_gpu = True
+    decode, read, take = engine._decode, Lanes.read, Lanes.snapshot
+
+    def decoding(n):
+        nonlocal gpu, idle
+        idle, gpu = idle + max(0, host - gpu), max(host, gpu) + 1
+        decode(n)
+
+    def snapshots(lanes):
+        nonlocal snapshot
+        snapshot = gpu
+        take(lanes)
+
+    def reading(lanes):
+        nonlocal host
+        host = max(host, snapshot)
+        return read(lanes)
+
+    with (
+        mock.patch.object(engine, "_decode", decoding), mock.patch.object(Lanes, "read", reading),
+        mock.patch.object(Lanes, "snapshot", snapshots),
+    ):  # fmt: skip
+        for i in range(4):
+            engine.add_request(POOL[i], 1, SamplingParams(max_tokens=14 + 16 * i, seed=i), request_id=i)
+        while engine.has_unfinished_requests():
+            finished = engine.step()
+            host += 6 * bool(finished)
+    assert gpu >= 61 and idle == 0
 
 
 @pytest.mark.parametrize(

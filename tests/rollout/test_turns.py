@@ -89,8 +89,8 @@ FILTERED = {"temperature": 1.5, "top_k": 9, "repetition_penalty": 1.3}
 
 @pytest.mark.parametrize("attention, how", [("sdpa", FILTERED), ("products", {}), ("triton", FILTERED)])
 @settings(max_examples=5, phases=[Phase.generate])  # to shrink what fails takes minutes
-@given(groups=GROUPS, spare=st.integers(0, 12))
-def test_neither_tokens_nor_log_probs_depend_on_when_answers_arrive(patched, attention, how, groups, spare):
+@given(groups=GROUPS, spare=st.integers(0, 12), on_gpu=st.booleans())
+def test_neither_tokens_nor_log_probs_depend_on_when_answers_arrive(patched, attention, how, groups, spare, on_gpu):
     model, sampling = model_of("qwen3"), SamplingParams(max_tokens=LIMIT, stop_token_ids=STOPS, seed=7, **how)
     if attention == "triton":
         patched.setattr(engine_module, "make_provider", lambda *_: Untrusted())
@@ -99,6 +99,7 @@ def test_neither_tokens_nor_log_probs_depend_on_when_answers_arrive(patched, att
     for delayed in (True, False):
         scripts = [[Scripted(answers, delay * delayed) for answers, delay in group] for group in groups]
         engine = RolloutEngine(model, max_num_seqs=most, attention="auto" if attention == "triton" else attention)
+        engine.on_gpu = on_gpu  # decodes the next steps before it handles the last
         found.append(rollouts_of(engine, scripts, sampling, patched))
         assert max(engine.live_lanes) <= most and not engine.running
         for script, sample in zip((script for group in scripts for script in group), found[-1], strict=True):
