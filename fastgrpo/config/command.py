@@ -30,8 +30,12 @@ from typing import Annotated, Any, TextIO, TypeVar, get_type_hints
 from fastgrpo.config.fields import allowed, did_you_mean, hints, own_fields, sections_of, title
 from fastgrpo.config.validation import CONDITIONS
 
-PACKAGES = {"yaml": "pyyaml"}  # modules whose distribution has another name
-FLAGS = {"flash_attn": " --no-build-isolation"}  # for pip: the build imports torch
+PACKAGES = {  # modules whose distribution has another name
+    "yaml": "pyyaml",
+    "flash_attn.cute.interface": "flash-attn-4",
+    "flash_attn_interface": "./hopper in a clone of https://github.com/Dao-AILab/flash-attention",
+}
+FLAGS = {"flash-attn": " --no-build-isolation"}  # for pip: the build imports torch
 LIBRARIES = (  # of fastgrpo[train]
     "transformers", "tokenizers", "datasets", "pydantic", "tyro", "yaml", "tqdm", "rich", "matplotlib", "liger_kernel"
 )  # fmt: skip
@@ -173,8 +177,8 @@ _SYSTEM = {
 def pip_line(module: str) -> str:
     """Return the command that installs the package of a module."""
     root = module.partition(".")[0].replace("-", "_")
-    distribution = PACKAGES.get(root, root.replace("_", "-"))
-    return TRAIN if root in LIBRARIES else f"pip install {distribution}{FLAGS.get(root, '')}"
+    distribution = PACKAGES.get(module, PACKAGES.get(root, root.replace("_", "-")))
+    return TRAIN if root in LIBRARIES else f"pip install {distribution}{FLAGS.get(distribution, '')}"
 
 
 def parse_flags(

@@ -227,6 +227,9 @@ class ModelConfig:
     use_liger_kernel: bool | None = None
     """Use liger-kernel's fused norms, rotary embedding and SwiGLU in policy and reference. None uses them on a GPU if
     the package is installed. On a CPU they are never used."""
+    attention: Literal["auto", "fa2", "fa3", "fa4", "sdpa"] = "auto"
+    """Compute attention in prefill and training with FlashAttention 2, 3 or 4 of an installed package, or with
+    PyTorch's kernels (sdpa). auto is the newest one that supports GPU and model."""
     gradient_checkpointing: Literal["auto", True, False] = "auto"
     """Recompute the layers in the backward pass, which saves memory and takes about a third more time. auto is True on
     a CPU. On a GPU, auto is True if the activations of all layers do not fit into memory."""

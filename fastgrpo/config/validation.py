@@ -55,7 +55,7 @@ push_to_hub hub_model_id hub_private_repo parallel ddp_timeout
 # Settings that it may change with a warning: it then does not continue bit for bit.
 RESUME_INEXACT = """
 device max_num_seqs rollout_memory_utilization reward_model_kwargs ref_storage
-use_liger_kernel gradient_checkpointing max_steps num_train_epochs max_tokens_per_microbatch
+use_liger_kernel attention gradient_checkpointing max_steps num_train_epochs max_tokens_per_microbatch
 """
 RESUME_MAY_CHANGE, RESUME_INEXACT = frozenset(RESUME_MAY_CHANGE.split()), frozenset(RESUME_INEXACT.split())
 

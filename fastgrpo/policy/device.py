@@ -62,13 +62,14 @@ def package_obstacle(module: str) -> str | None:
     logged once, because "auto" settings continue without the package.
     """
     root = module.partition(".")[0]
-    if find_spec(root) is None:
-        return f"needs the package: {pip_line(root)}"
     try:
         import_module(module)
     except (ImportError, OSError) as error:
+        # flash-attn 4 alone has the root of flash-attn 2, but not its modules
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            return f"needs the package: {pip_line(module)}"
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        obstacle = f"{root} is installed but does not load ({reason}); remove it, then {pip_line(root)}"
+        obstacle = f"{root} is installed but does not load ({reason}); remove it, then {pip_line(module)}"
         logger.warning("%s", obstacle)
         return f"needs a package that loads: {obstacle}"
     return None

@@ -12,9 +12,9 @@ The backward pass over either set needs only the merged output and log-sum-exp, 
 So every `AttentionKernel` returns its log-sum-exp, and its backward pass takes the output and the log-sum-exp of the
 whole softmax.
 
-On GPUs, flash-attn and PyTorch read packed tokens. Otherwise sequences of similar length share a bucket, padded to its
-longest (`PaddedAttention`). PyTorch's FlashAttention for CPUs computes a bucket, or plain matrix products, some queries
-at a time.
+On GPUs, FlashAttention reads packed tokens: PyTorch's, or that of an installed package (`FLASH`). Otherwise sequences
+of similar length share a bucket, padded to its longest (`PaddedAttention`). PyTorch's FlashAttention for CPUs computes
+a bucket, or plain matrix products, some queries at a time.
 
 Shapes: N packed query tokens, M packed key tokens, S sequences, H query heads, K key heads (H is a multiple of K),
 d head width. In a bucket, S counts only its sequences, with T padded queries and U padded keys each. A "place" is one
@@ -27,8 +27,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
+from torch.nn import attention as torch_attention
 
 from fastgrpo.kernels.objectives import first_order
 from fastgrpo.loss.inputs import to_device
@@ -360,7 +362,7 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: t
 class FlashAttn(AttentionKernel):
     """The kernels of flash-attn 2, for half precision on GPUs of compute capability 8.0 and newer."""
 
-    name = "flash-attn"
+    name = "flash-attn 2"
 
     @staticmethod
     def forward(
@@ -389,13 +391,14 @@ class FlashAttn(AttentionKernel):
 
 
 class TorchFlash(AttentionKernel):
-    """PyTorch's built-in FlashAttention, for the same GPUs.
+    """PyTorch's built-in FlashAttention, for the same GPUs, or the kernels that are activated in its place.
 
     It calls the operators behind `torch.nn.attention.varlen`, because the public function has no backward pass for a
     merged softmax.
     """
 
-    name = "torch"
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     @staticmethod
     def forward(
@@ -416,23 +419,117 @@ class TorchFlash(AttentionKernel):
         )  # fmt: skip
 
 
+class Flash(NamedTuple):
+    """A package of FlashAttention, and which GPUs (major compute capabilities) and heads it supports."""
+
+    module: str
+    majors: tuple[int, ...]
+    width: int
+
+
+# The values of the setting `attention`, in the order in which auto tries them. The last one is PyTorch's.
+FLASH = {
+    "fa4": Flash("flash_attn.cute.interface", (9, 10), 128),
+    "fa3": Flash("flash_attn_interface", (9,), 256),
+    "fa2": Flash(FLASH_ATTN, (8, 9, 10, 11, 12), 256),
+}
+ALLOWED = 2e-2  # relative error of 16-bit outputs and gradients in the check of a package
+_asked = "auto"
+
+
+def use_attention(name: str, device: torch.device, dtype: torch.dtype, width: int) -> None:
+    """Set the kernel of all later packed attention in this process, or raise if it does not support these tensors."""
+    global _asked
+    obstacle = _obstacle(name, device, dtype, width) if name in FLASH else None
+    if obstacle:
+        raise ValueError(f"attention={name!r} {obstacle}; use attention='auto', which chooses what works here")
+    if name != _asked:
+        _choose.cache_clear()
+        _deactivate()
+    _asked = name
+
+
 def kernel_for(query: torch.Tensor) -> AttentionKernel | type[AttentionKernel]:
     """Choose the kernel for queries of this device, dtype and head width, and log the choice once."""
-    return _choose(query.device, query.dtype, query.shape[-1])
+    return _choose(_asked, query.device, query.dtype, query.shape[-1])
 
 
 @cache
-def _choose(device, dtype, width):
-    flash = device.type == "cuda" and dtype in HALF and width % 8 == 0 and width <= 256 and _is_ampere(device)
-    if flash and package_obstacle(FLASH_ATTN) is None:
-        kernel = FlashAttn
-    elif flash and torch.backends.cuda.is_flash_attention_available():
-        kernel = TorchFlash
+def _choose(asked, device, dtype, width):
+    for name in FLASH:
+        if asked in ("auto", name) and _obstacle(name, device, dtype, width) is None:
+            kernel = _activated(name)
+            if _sound(kernel, device, dtype, width, asked):
+                break
+            _deactivate()
     else:
-        kernel = PaddedAttention("cpu" if device.type == "cpu" else "math")
+        flash = _unfit(device, dtype, width) is None and torch.backends.cuda.is_flash_attention_available()
+        kernel = TorchFlash("torch") if flash else PaddedAttention("cpu" if device.type == "cpu" else "math")
     logger.info("packed attention: %s for %s on %s, head width %d", kernel.name, dtype, device, width)
     return kernel
 
 
-def _is_ampere(device):
-    return torch.cuda.get_device_capability(device)[0] >= 8
+def _activated(name):
+    """Return the kernels of a package. PyTorch's operators run those of fa3 and fa4, also outside packed attention."""
+    if name == "fa2":
+        return FlashAttn
+    torch_attention.activate_flash_attention_impl(name.upper())
+    return TorchFlash(f"flash-attn {name[-1]}")
+
+
+def _deactivate():
+    if torch_attention.current_flash_attention_impl():
+        torch_attention.restore_flash_attention_impl()
+
+
+def _unfit(device, dtype, width, most=256):
+    """Return why FlashAttention does not support tensors, as a predicate ("needs ..."), or None."""
+    if device.type != "cuda":
+        return f"needs a CUDA device; the model is on {device}"
+    if dtype not in HALF:
+        return f"supports bf16 and fp16; the model is {dtype}"
+    if width > most or width % 8:
+        return f"supports head widths that are multiples of 8 and at most {most}; the model has {width}"
+    return None if torch.cuda.get_device_capability(device)[0] >= 8 else "needs compute capability 8.0 or newer"
+
+
+def _obstacle(name, device, dtype, width):
+    """Return why a package of `FLASH` cannot be used, as a predicate, or None."""
+    flash = FLASH[name]
+    unfit = _unfit(device, dtype, width, flash.width)
+    if unfit:
+        return unfit
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in flash.majors:
+        return f"supports compute capabilities {', '.join(f'{m}.x' for m in flash.majors)}; the GPU has {major}.{minor}"
+    if name != "fa2" and name.upper() not in torch_attention.list_flash_attention_impls():
+        return f"is unknown to torch {torch.__version__}; upgrade torch"
+    return package_obstacle(flash.module)
+
+
+def _sound(kernel, device, dtype, width, asked):
+    """Check a kernel of a package once, as the Triton kernels are checked."""
+    from fastgrpo.loss.dispatch import trusted
+
+    remedy = None if asked == "auto" else "Use attention='auto' to continue without it."
+    variant = {"dtype": dtype, "head width": width}
+    return trusted(kernel.name, device, variant, lambda: _difference(kernel, device, dtype, width), remedy)
+
+
+def _difference(kernel, device, dtype, width):
+    """Compare a kernel with matrix products in fp32, forward and backward. Return what differs, or None."""
+    generator = torch.Generator(device).manual_seed(0)  # draws of the run do not change
+    for causal, keys in ((True, [200, 77]), (False, [77, 200])):
+        segments = Segments([200, 77], keys, device, causal=causal)
+        shapes = [(277, heads, width) for heads in (4, 4, 2, 2)]
+        grad, *tensors = (torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes)
+        results = []
+        for way, of in ((kernel, tensors), (PaddedAttention("math"), [tensor.float() for tensor in tensors])):
+            out, lse = way.forward(*of, segments, width**-0.5)
+            gradients = way.backward(grad.to(out.dtype), *of, out, lse, segments, width**-0.5)
+            results.append(dict(zip(("output", "log-sum-exp", "dq", "dk", "dv"), (out, lse, *gradients), strict=True)))
+        for name, truth in results[1].items():
+            error = ((results[0][name].float() - truth).norm() / truth.norm()).item()
+            if not error <= ALLOWED:
+                return f"{name} differs by {error:.3g} of its norm ({ALLOWED} is allowed)"
+    return None

@@ -25,8 +25,9 @@ from fastgrpo.policy.lora import (
     unwrapped,
     wrap_lora,
 )
-from fastgrpo.policy.model import Policy
+from fastgrpo.policy.model import Policy, head_dim
 from fastgrpo.policy.shard import check_torch, shard
+from fastgrpo.policy.varlen import use_attention
 from fastgrpo.ranks import Ranks
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.run.profiling import needed_steps
@@ -202,6 +203,10 @@ def make_policy(
     checkpointing = plan.checkpointing if plan else args.gradient_checkpointing is not False
     chosen = dataclasses.replace(args, gradient_checkpointing=checkpointing)  # auto is resolved
     policy, tokenizer = policy_and_tokenizer(model, tokenizer, chosen)
+    if not policy.own_attention:
+        use_attention(args.attention, policy.device, policy.dtype, head_dim(policy.shape))
+    elif args.attention != "auto":
+        raise ValueError(f"attention={args.attention!r} has no effect on a model's own attention; use attention='auto'")
     if policy.device.type == "cpu":
         keep_freed_memory()
     if isinstance(model, PreTrainedModel):

@@ -2,16 +2,19 @@
 
 import random
 import sys
+from functools import partial
 from types import ModuleType
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.attention as torch_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgrpo.policy import varlen
 from fastgrpo.policy.attention import PackedAttention
+from fastgrpo.policy.device import package_obstacle
 from fastgrpo.policy.varlen import FlashAttn, PaddedAttention, Segments, TorchFlash, VarlenAttention, kernel_for
 
 SCALE = 0.3
@@ -157,7 +160,7 @@ def gradients_of(kernel, parts, tensors, grad, monkeypatch, scale=SCALE / 2):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Flash Attention defaults to a non-deterministic algorithm")
-@pytest.mark.parametrize("kernel", [TorchFlash, FlashAttn], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [TorchFlash("torch"), FlashAttn], ids=lambda kernel: kernel.name)
 def test_flash_attention_on_cuda(kernel, monkeypatch):
     """Against plain products in fp64: no more than 1.5 times the error of plain products in bf16."""
     if kernel is FlashAttn:
@@ -177,7 +180,7 @@ def test_flash_attention_on_cuda(kernel, monkeypatch):
 @pytest.mark.gpu
 def test_the_choice_on_cuda():
     flash = kernel_for(torch.zeros(3, 4, 64, dtype=torch.bfloat16, device="cuda"))
-    assert flash in (FlashAttn, TorchFlash)
+    assert flash is FlashAttn or isinstance(flash, TorchFlash)
     for dtype, width in ((torch.float32, 64), (torch.bfloat16, 20)):
         assert kernel_for(torch.zeros(3, 4, width, dtype=dtype, device="cuda")).name == "math"
 
@@ -231,3 +234,73 @@ def test_the_call_of_flash_attn(monkeypatch):
     tensors = inputs(len(visible))
     expected, _, grad, gradients = of_softmax(tensors, visible)
     check(gradients_of(FlashAttn, parts, tensors, grad, monkeypatch, SCALE), (expected, *gradients))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """The choice of a kernel as on an H100 without packages."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr("fastgrpo.loss.dispatch.launch.describe", str)
+    monkeypatch.setattr("fastgrpo.loss.dispatch._verdicts", {})
+    for name in ("is_current_stream_capturing", "get_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, lambda: False)
+    for cached in (package_obstacle, varlen._choose):
+        cached.cache_clear()
+    yield partial(varlen.use_attention, device=torch.device("cuda"), dtype=torch.bfloat16, width=64)
+    varlen.use_attention("sdpa", torch.device("cpu"), torch.float32, 64)
+    varlen.use_attention("auto", torch.device("cpu"), torch.float32, 64)
+    for name in [name for name in sys.modules if name.startswith("flash_attn")]:
+        del sys.modules[name]
+    for cached in (package_obstacle, varlen._choose):
+        cached.cache_clear()
+
+
+def chosen(width=64):
+    return varlen._choose(varlen._asked, torch.device("cuda"), torch.bfloat16, width).name
+
+
+def test_flash_attn_4_alone_is_activated_and_named_in_the_log(hopper, tmp_path, monkeypatch, caplog):
+    """The package has no module of flash-attn 2, which is then not installed, rather than broken."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn/cute/interface.py").write_text("_flash_attn_fwd = _flash_attn_bwd = None")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(varlen, "_difference", lambda *kernel: None)
+    with caplog.at_level("INFO"):
+        assert chosen() == "flash-attn 4" and "packed attention: flash-attn 4" in caplog.text
+    assert torch_attention.current_flash_attention_impl() == "FA4"
+    assert chosen(width=256) == "torch"  # wider heads than it supports
+    assert package_obstacle(varlen.FLASH_ATTN) == "needs the package: pip install flash-attn --no-build-isolation"
+    hopper("sdpa")
+    assert chosen() == "torch" and torch_attention.current_flash_attention_impl() is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    with pytest.raises(ValueError, match=r"supports compute capabilities 9.x, 10.x; the GPU has 12.0"):
+        hopper("fa4")
+
+
+def test_a_kernel_that_fails_its_check_is_not_used(hopper, monkeypatch, caplog):
+    monkeypatch.setattr(varlen, "package_obstacle", lambda module: None)
+    monkeypatch.setattr(varlen, "_difference", lambda *kernel: "dq differs")
+    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", lambda name: None)
+    assert chosen() == "torch" and caplog.text.count("dq differs") == 3
+    hopper("fa3")
+    with pytest.raises(RuntimeError, match=r"flash-attn 3 failed its check .* Use attention='auto'"):
+        chosen(width=128)
+
+
+@pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])
+def test_a_kernel_that_is_not_available_is_refused(hopper, name):
+    with pytest.raises(ValueError, match=rf"attention='{name}' needs the package: pip install .*attention='auto'"):
+        hopper(name)
+    with pytest.raises(ValueError, match=rf"attention='{name}' needs a CUDA device"):
+        hopper(name, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("wrong, what", [(None, None), ("forward", "output"), ("backward", "dq")])
+def test_the_check_of_a_kernel_compares_outputs_and_gradients(monkeypatch, wrong, what):
+    kernel = PaddedAttention("math")
+    if wrong:
+        right = getattr(kernel, wrong)
+        monkeypatch.setattr(kernel, wrong, lambda *given: (right(*given)[0] * 1.1, *right(*given)[1:]))
+    found = varlen._difference(kernel, torch.device("cpu"), torch.bfloat16, 32)
+    assert found is None if what is None else found.startswith(what)
