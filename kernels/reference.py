@@ -164,6 +164,44 @@ def group_decode(
     return out.to(query.dtype)
 
 
+def add_rms_norm(hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Add `added` [n, D] to `hidden` in place, and return the sum divided by its root mean square, times `weight`."""
+    if added is not None:
+        hidden += added
+    x = hidden.to(_compute_dtype(hidden))
+    return (x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.to(x.dtype)).to(hidden.dtype)
+
+
+def rotate_and_store(
+    packed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+    token_index: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None, eps: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
+    """Normalize and rotate the queries and keys of `packed` [n, H + 2K, d]; store keys and values; return the queries.
+
+    The first and second half of each head are the two coordinates of d / 2 points, which are rotated by the angles of
+    `cos` and `sin` [n, d]. The key and value of lane i are written to place token_index[i] of slot i, [slots, K, C, d].
+    """
+    k_heads = keys.shape[1]
+    query, key, value = packed.split([packed.shape[1] - 2 * k_heads, k_heads, k_heads], dim=1)
+    if norms is not None:
+        query, key = (
+            add_rms_norm(x.reshape(-1, x.shape[-1]), None, weight, eps).view_as(x)
+            for x, weight in zip((query, key), norms, strict=True)
+        )
+    query, key = (torch.complex(*x.to(_compute_dtype(x)).contiguous().chunk(2, -1)) for x in (query, key))
+    turn = torch.complex(*(x.to(query.real.dtype).chunk(2, -1)[0] for x in (cos, sin)))[:, None]
+    query, key = (torch.cat([x.real, x.imag], -1).to(packed.dtype) for x in (query * turn, key * turn))
+    for lane, token in enumerate(token_index.tolist()):
+        keys[lane, :, token], values[lane, :, token] = key[lane], value[lane]
+    return query
+
+
+def silu_mul(packed: torch.Tensor) -> torch.Tensor:
+    """Return gate / (1 + exp(-gate)) * up of gate and up, side by side in `packed` [n, 2F]."""
+    gate, up = packed.to(_compute_dtype(packed)).chunk(2, -1)
+    return (gate / (1 + (-gate).exp()) * up).to(packed.dtype)
+
+
 class _Tokens(NamedTuple):
     """Inputs of a surrogate, [N] each. The ratio is at the objective's level, the log-ratio per token."""
 

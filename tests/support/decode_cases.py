@@ -67,6 +67,24 @@ def random_decode(members, prompt_lengths, lengths, *, heads, depth, dtype=torch
     return case
 
 
+def random_rotation(lanes, heads, depth, normed, dtype, order=(0, 1, 2), device="cpu"):
+    """Draw arguments of rotate_and_store: two slots more than there are lanes, with this memory order."""
+
+    def randn(*shape):
+        return torch.randn(*shape, device=device).to(dtype)
+
+    def slots():
+        shape = lanes + 2, heads[1], 6
+        drawn = randn(*(shape[dim] for dim in order), depth)
+        return drawn.permute(*(order.index(dim) for dim in range(3)), 3)
+
+    angles = torch.rand(lanes, depth // 2, device=device).mul(7).repeat(1, 2)
+    case = {"packed": randn(lanes, heads[0] + 2 * heads[1], depth), "keys": slots(), "values": slots(), "eps": 1e-5}
+    case |= {"cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype)}
+    case |= {"token_index": torch.randint(6, (lanes,), device=device)}
+    return case | {"norms": (randn(depth), randn(depth)) if normed else None}
+
+
 def chi_square_tail(tokens, row, temperature, filters):
     """Return the probability of a chi-square as large as that of draws from one row [V].
 

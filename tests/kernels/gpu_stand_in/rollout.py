@@ -1,10 +1,12 @@
-"""The draw of tokens and the attention of a decode step, through Triton's launch path for a GPU that is not there."""
+"""The kernels of a decode step, through Triton's launch path for a GPU that is not there."""
 
 import torch
+from decode_cases import random_rotation
 from stand_in import crossed
 
 from fastgrpo.kernels import launch
 from fastgrpo.kernels.decode import group_decode
+from fastgrpo.kernels.layer import add_rms_norm, rotate_and_store, silu_mul
 from fastgrpo.kernels.sampling import sample
 
 FILTERS = {"top_k": 50, "top_p": 0.9, "min_p": 0.05}
@@ -35,3 +37,12 @@ def test_decode(dtype, heads, group, depth, launches):
     )  # fmt: skip
     # own keys, then the prompt's
     assert launches == ["_partial_fwd_kernel", "_partial_fwd_kernel", "_merge_fwd_kernel"]
+
+
+@crossed(dtype=launch.DTYPES, heads=HEADS, depth=(64, 80, 128), normed=(False, True), width=(896, 3584, 16_384))
+def test_layer(dtype, heads, depth, normed, width, launches):
+    add_rms_norm(torch.zeros(4, width, dtype=dtype), None, torch.ones(width, dtype=dtype), 1e-6)
+    add_rms_norm(*torch.zeros(2, 4, width, dtype=dtype), torch.ones(width, dtype=dtype), 1e-6)
+    rotate_and_store(**random_rotation(4, heads, depth, normed, dtype, (0, 2, 1)))
+    silu_mul(torch.zeros(4, 2 * width, dtype=dtype))
+    assert launches == ["_add_rms_norm_fwd_kernel"] * 2 + ["_rotate_fwd_kernel", "_silu_mul_fwd_kernel"]
