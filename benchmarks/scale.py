@@ -41,11 +41,13 @@ from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.trainer.memory import PROMPT_TOKENS, Count, plan
 
 # Qwen2.5: hidden size, width of the MLP, layers, query heads, key heads, vocabulary, tied head.
-MODELS = {
+SHAPES = {
+    "0.5B": (896, 4864, 24, 14, 2, 151_936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),
     "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
     "32B": (5120, 27_648, 64, 40, 8, 152_064, False),
 }
+MODELS = "1.5B", "7B", "32B"  # of the table
 GPUS = 8, 64
 OFFLOADED = "fsdp2, offloaded"
 MODES = {
@@ -62,7 +64,7 @@ class Row(NamedTuple):
     """One line of the table.
 
     Attributes:
-        model: The name of the model.
+        model: Its key in `SHAPES`.
         gpus: K.
         mode: A key of `MODES`.
         sent: Bytes that a rank sends per step.
@@ -78,13 +80,13 @@ class Row(NamedTuple):
 
 @cache
 def outlined(name: str) -> Qwen2ForCausalLM:
-    """Build a model of `MODELS` without weights."""
+    """Build a model of `SHAPES` without weights."""
     names = (
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "vocab_size", "tie_word_embeddings",
     )  # fmt: skip
     with torch.device("meta"):
-        return Qwen2ForCausalLM(Qwen2Config(**dict(zip(names, MODELS[name], strict=True))))
+        return Qwen2ForCausalLM(Qwen2Config(**dict(zip(names, SHAPES[name], strict=True))))
 
 
 def sent(count: Count, ranks: int, micro_batches: int, *, sharded: bool, reshard: bool = True) -> float:

@@ -122,7 +122,7 @@ def attentions(device: torch.device) -> list[tuple[str, str]]:
     """Describe the attention of a bfloat16 model, in training and in rollouts."""
     from fastgrpo.policy.varlen import kernel_for
     from fastgrpo.rollout.attention import choose_provider
-    from fastgrpo.rollout.slots import copied_tokens
+    from fastgrpo.rollout.slots import MOST_LANES, copied_tokens
     from fastgrpo.trainer.memory import PROMPT_TOKENS
 
     dtype = torch.bfloat16
@@ -130,7 +130,7 @@ def attentions(device: torch.device) -> list[tuple[str, str]]:
     kernel = "torch's, padded within buckets" if kernel in ("cpu", "math") else kernel
     settings = TrainConfig()
     requests = [(PROMPT_TOKENS, [1] * settings.num_generations)] * settings.prompts_per_step
-    copied = copied_tokens(requests, settings.max_num_seqs)
+    copied = copied_tokens(requests, MOST_LANES)
     rollouts = choose_provider("auto", device, dtype, HEAD_WIDTH, copied)
     return [("attention in training", kernel), ("attention in rollouts", rollouts)]
 

@@ -25,9 +25,9 @@ from itertools import dropwhile, takewhile, zip_longest
 from logging import ERROR, getLogger
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, TextIO, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TextIO, TypeVar, get_type_hints
 
-from fastgrpo.config.fields import allowed, did_you_mean, hints, own_fields, sections_of, title
+from fastgrpo.config.fields import AutoCount, allowed, did_you_mean, hints, own_fields, sections_of, title
 from fastgrpo.config.validation import CONDITIONS
 
 PACKAGES = {  # modules whose distribution has another name
@@ -233,7 +233,8 @@ def _plain(record, defaults):
         if isinstance(default, tuple):
             default = list(default)
         made = {} if default is dataclasses.MISSING else {"default_factory": functools.partial(copy, default)}
-        kind = Annotated[types[field.name], tyro.conf.arg(help=full_help(record, field))]
+        kind = types[field.name] | Literal["auto"] if hints(record)[field.name] == AutoCount else types[field.name]
+        kind = Annotated[kind, tyro.conf.arg(help=full_help(record, field))]
         fields.append((field.name, kind, dataclasses.field(**made, kw_only=True)))
     return dataclasses.make_dataclass(record.__name__, fields)
 

@@ -68,6 +68,8 @@ Several = Annotated[list[Item], BeforeValidator(_listed), AfterValidator(tuple)]
 Keywords = Annotated[str, BeforeValidator(lambda value: json.dumps(keywords("", value)))]  # JSON text of a dictionary
 Whole = Annotated[int, BeforeValidator(_whole)]
 Count = Annotated[Whole, Field(ge=1)]
+# None means that the run chooses; `auto` is another word for it. HfArgumentParser supports no union with Literal.
+AutoCount = Annotated[Count | None, BeforeValidator(lambda value: None if value == "auto" else value)]
 Size = Annotated[Whole, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from fastgrpo.config.fields import (
+    AutoCount,
     Count,
     Keywords,
     NotNegative,
@@ -141,8 +142,9 @@ class CompletionConfig:
 class EngineConfig:
     """The rollout engine, and the memory that it uses."""
 
-    max_num_seqs: Count = 256
-    """Generate at most N completions at the same time."""
+    max_num_seqs: AutoCount = None
+    """Generate at most N completions at the same time. None (or auto) generates all of a step, at most 1,024 (256 with
+    rollout_backend=hf), or as many as fit into memory."""
     rollout_backend: Literal["auto", "fast", "eager", "hf"] = "auto"
     """Generate completions with this backend: fast is the engine of this package; eager is the same engine without CUDA
     graphs (slower, less memory); hf is transformers' generate (slowest). auto is hf for models that the engine does not

@@ -94,14 +94,14 @@ def validate(record: Any) -> None:
 
 
 def _groups_fit(max_num_seqs, num_generations):
-    if max_num_seqs < num_generations:
+    if max_num_seqs is not None and max_num_seqs < num_generations:
         raise ValueError(
             f"max_num_seqs={max_num_seqs} must be at least num_generations={num_generations}; raise max_num_seqs"
         )
 
 
 def _evaluation_groups_fit(max_num_seqs, eval_num_generations):
-    if max_num_seqs < eval_num_generations:
+    if max_num_seqs is not None and max_num_seqs < eval_num_generations:
         raise ValueError(
             f"max_num_seqs={max_num_seqs} must be at least eval_num_generations={eval_num_generations}; raise it"
         )

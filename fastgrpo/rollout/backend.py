@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from fastgrpo.data.records import Dialogue, Prompt, Sample, StopReason
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.sampling import SamplingParams, integer, integers
+from fastgrpo.rollout.slots import MOST_LANES
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,19 @@ class RolloutBackend(ABC):
 
     Args:
         model: The policy: a `Policy`, or a transformers causal LM.
-        max_num_seqs: Maximum number of completions in flight; others wait.
+        max_num_seqs: Maximum number of completions in flight; others wait. None means `MOST`, or one larger group.
 
     Raises:
         ValueError: `max_num_seqs` is below 1.
     """
 
-    def __init__(self, model: Policy | PreTrainedModel, max_num_seqs: int = 256):
-        if max_num_seqs < 1:
+    MOST = MOST_LANES
+
+    def __init__(self, model: Policy | PreTrainedModel, max_num_seqs: int | None = None):
+        if max_num_seqs is not None and max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
-        self.policy, self.max_num_seqs = Policy.of(model), max_num_seqs
+        self.auto, self.max_num_seqs = max_num_seqs is None, max_num_seqs or self.MOST
+        self.policy = Policy.of(model)
         self.unfinished = {}  # request_id -> Request, waiting or running
         self.waiting = deque()
         self.next_id = 0
@@ -120,6 +124,8 @@ class RolloutBackend(ABC):
             raise ValueError(f"request_id must be from 0 to 2^63 - 1, got {number}")
         if n < 1:
             raise ValueError(f"num_generations must be at least 1, got {n}")
+        if self.auto:
+            self.max_num_seqs = max(self.max_num_seqs, n)
         if n > self.max_num_seqs:
             raise ValueError(f"num_generations={n} does not fit into max_num_seqs={self.max_num_seqs}")
         if len(limits) != n or min(limits) < 1:

@@ -255,7 +255,7 @@ class RolloutEngine(RolloutBackend):
 
     Args:
         model: The policy: a `Policy`, or a transformers causal LM.
-        max_num_seqs: Maximum number of completions that draw at the same time; others wait.
+        max_num_seqs: Maximum number of completions that draw at the same time; others wait. None means 1,024.
         attention: Name of a provider of decode attention, see attention.py.
         memory_utilization: Maximum share of the device's free memory for keys and values, measured at the first
             request.
@@ -271,7 +271,7 @@ class RolloutEngine(RolloutBackend):
         self,
         model: Policy | PreTrainedModel,
         *,
-        max_num_seqs: int = 256,
+        max_num_seqs: int | None = None,
         attention: str = "auto",
         memory_utilization: float = 0.7,
         enforce_eager: bool = False,

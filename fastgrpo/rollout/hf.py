@@ -118,6 +118,8 @@ class HFBackend(RolloutBackend):
     turns again. A turn begins when the tools of all have answered.
     """
 
+    MOST = 256  # fewer than in the engine, because `generate` does not plan its memory
+
     def _stop(self, request):
         raise AssertionError("no request runs between two steps")
 

@@ -30,6 +30,7 @@ PROMPTS_A_GROUP = 2
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # numbers of lanes of CUDA graphs
 # Numbers of prompts of CUDA graphs. They are far apart, because each one multiplies the number of graphs.
 PROMPT_BUCKETS = (4, 16, 64, 256, 1024)
+MOST_LANES = BUCKETS[-1]  # maximum lanes if max_num_seqs is None and no group is larger
 AMPLE = 0.5  # all phases share one geometry if it takes at most this share of the memory budget
 NEAR = 0.8  # the old geometry is kept if it has at least this share of the lanes and prompt slots that would fit
 ROUND = 16  # T is rounded up to a multiple of this, so that a slightly longer prompt needs no new slots

@@ -8,9 +8,11 @@ Shapes: h hidden size, H query heads, K key heads, d head width, f width of the 
 
 import copy
 import dataclasses
+import functools
 import json
 import math
 import shlex
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,9 +36,19 @@ from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.models import same_device
 from fastgrpo.rollout.attention import choose_provider
-from fastgrpo.rollout.slots import copied_tokens, fit, kv_token_bytes, memory_left
+from fastgrpo.rollout.hf import HFBackend
+from fastgrpo.rollout.slots import (
+    BUCKETS,
+    MOST_LANES,
+    PROMPT_BUCKETS,
+    copied_tokens,
+    fit,
+    kv_token_bytes,
+    memory_left,
+)
 
 PROMPT_TOKENS = 256  # the length of a typical prompt
+GRAPH_BYTES = 26 * 2**20  # of the driver for the graph of a decode step, as vLLM logs it (its pull request 22897)
 FP32 = 4  # bytes of an fp32 number
 # The phases of a step with the highest memory use.
 TIMES = {
@@ -64,7 +76,8 @@ class MemoryPlan:
     """A run's memory on each device."""
 
     parts: list[Part]  # all except keys and values
-    slots: Part  # keys and values, as many as the rollouts can use within their share
+    slots: Part  # keys and values of `lanes`
+    lanes: int  # completions that draw at the same time, as many as the rollouts can use within their share
     one_group: int  # minimum bytes of keys and values, for one group
     share: float  # maximum share of the remaining memory for keys and values
     room: float  # available bytes; infinite if unknown
@@ -225,53 +238,69 @@ class _Planner:
         self.config, self.model, self.dtype, self.device = config, model, dtype, device
         self.prompt_tokens, self.room, self.ranks, self.parallel = prompt_tokens, room, ranks, parallel
         self.judges, self.count, self.sharded = judges, Count.of(model), parallel == "fsdp2"
-        self.grpo = isinstance(config, GRPOConfig)
+        self.grpo, self.requests, self.most = isinstance(config, GRPOConfig), [], 0
+        if self.grpo:
+            group, hf = [config.max_completion_length] * config.num_generations, config.rollout_backend == "hf"
+            self.requests = [(prompt_tokens, group)] * -(-config.oversampled(config.prompts_per_step) // ranks)
+            most = config.max_num_seqs or max(HFBackend.MOST if hf else MOST_LANES, len(group))
+            self.most = min(most, len(self.requests) * len(group))
+            copied, width = copied_tokens(self.requests, most), head_dim(model.config.get_text_config())
+            # The hf backend copies the prompt for each completion, like sdpa.
+            self.flat = hf or choose_provider("auto", device, dtype, width, copied) == "sdpa"
 
     def plan(self) -> MemoryPlan:
         """Make the plan. On a GPU, auto turns gradient checkpointing on unless all activations fit without it."""
-        config = self.config
+        config, fewest = self.config, min(self.most, len(self.requests[0][1])) if self.requests else 0
         share = 1.0 if config.rollout_backend == "hf" else config.rollout_memory_utilization
-        slots, one_group, lanes = self._slots()
-        parts = [*self._weights(), *self._gathered(), self._reference(), *self._head(lanes)]
+        parts = [*self._weights(), *self._gathered(), self._reference(), *self._head()]
         parts += [Part("reward models", self.judges, "their weights")] * (self.judges > 0)
+        one_group, activations = self._slots(fewest).bytes, functools.cache(self._activations)
 
-        def planned(on, why=""):
-            held = [*parts, *self._activations(on)]
-            return MemoryPlan(held, slots, one_group, share, self.room, on, why, self.ranks, self.parallel)
+        def planned(lanes, on, why=""):
+            held, slots = [*parts, *self._decode_step(lanes), *activations(on)], self._slots(lanes)
+            return MemoryPlan(held, slots, lanes, one_group, share, self.room, on, why, self.ranks, self.parallel)
+
+        def fits(lanes, on):
+            made = planned(lanes, on)
+            return made.slots.bytes <= share * (self.room - made.fixed)
 
         on, why = config.gradient_checkpointing, "set by gradient_checkpointing"
         if on == "auto" and self.device.type == "cpu" and math.isinf(self.room):
             on, why = True, "auto is on on a CPU"
         elif on == "auto":
-            on = slots.bytes > share * (self.room - planned(False).fixed)
+            on = not fits(self.most, False)
             why = f"the activations of all layers {'would not fit' if on else 'fit'} beside all other parts"
-        made = planned(on, why)
-        if slots.bytes <= share * (self.room - made.fixed):
-            return made
-        how = f"{share:g} of the remaining memory; rollouts could use {gib(slots.bytes)}: {slots.how}"
-        fewer = max(one_group, int(share * (self.room - made.fixed)))
-        return dataclasses.replace(made, slots=Part(slots.name, fewer, how))
+        more = range(fewest + 1, self.most + 1)
+        return planned(fewest + bisect_left(more, True, key=lambda lanes: not fits(lanes, on)), on, why)
 
-    def _slots(self):
-        """Compute the part of keys and values, the bytes of one group, and the number of lanes."""
-        config = self.config
-        if not self.grpo:
-            return Part("KV cache", 0, "evaluations use a share of the remaining memory"), 0, 0
-        shape = self.model.config.get_text_config()
-        token = kv_token_bytes(shape, self.dtype)
-        group = self.prompt_tokens, [config.max_completion_length] * config.num_generations
-        wanted = [group] * -(-config.oversampled(config.prompts_per_step) // self.ranks)
-        flat = True  # the hf backend copies the prompt for each completion, like sdpa
-        if config.rollout_backend != "hf":
-            copied = copied_tokens(wanted, config.max_num_seqs)
-            provider = choose_provider("auto", self.device, self.dtype, head_dim(shape), copied)
-            flat = provider == "sdpa"
-        slots, one = (fit(groups, config.max_num_seqs, token, math.inf, flat) for groups in (wanted, wanted[:1]))
-        tokens = f"{slots.lanes} completions x {slots.lane_tokens} tokens"
-        if not flat:
+    def _slots(self, lanes):
+        """Compute the part of keys and values of so many completions at the same time."""
+        if not self.requests:
+            return Part("KV cache", 0, "evaluations use a share of the remaining memory")
+        token = kv_token_bytes(self.model.config.get_text_config(), self.dtype)
+        slots = fit(self.requests, lanes, token, math.inf, self.flat)
+        completions = f"{lanes:,} completions" + f" of {self.most:,}" * (lanes < self.most)
+        tokens = f"{completions} x {slots.lane_tokens} tokens"
+        if not self.flat:
             tokens = f"({slots.prompts} prompts x {slots.longest_prompt} tokens + {tokens})"
-        part = Part("KV cache", slots.tokens * token, f"{tokens} x {token:,} bytes")
-        return part, one.tokens * token, slots.lanes
+        return Part("KV cache", slots.tokens * token, f"{tokens} x {token:,} bytes")
+
+    def _decode_step(self, lanes):
+        """Compute the parts of a decode step. CUDA graphs keep their memory until the slots change."""
+        config, vocabulary = self.config, len(self.model.get_output_embeddings().weight)
+        # A repetition penalty needs three more tensors of this size.
+        logit = FP32 * (4 if self.grpo and config.repetition_penalty != 1 else 1)
+        captured = lanes > 0 and self.device.type == "cuda" and config.rollout_backend in ("auto", "fast")
+        times, how = tuple(TIMES) if captured else ("draw",), f"{lanes:,} x {vocabulary:,} x {logit} bytes"
+        parts = [Part("logits of a decode step", lanes * vocabulary * logit, how, times, at_most=True)]
+        if captured:
+            prompts = min(lanes, len(self.requests))
+            graphs = sum(size < lanes for size in BUCKETS) + sum(size < prompts for size in PROMPT_BUCKETS) + 1
+            shape = self.model.config.get_text_config()
+            layer = self.dtype.itemsize * (3 * _mlp_width(shape)[0] + 4 * shape.hidden_size)
+            how = f"{graphs} x {gib(GRAPH_BYTES)}, and {lanes:,} x {layer:,} bytes of one layer"
+            parts.append(Part("CUDA graphs", graphs * GRAPH_BYTES + lanes * layer, how, times, at_most=True))
+        return parts
 
     def _weights(self):
         """Compute the parts of policy, gradients and optimizer. With fsdp2, all except adapters are sharded.
@@ -350,7 +379,7 @@ class _Planner:
         how = "a copy of the policy" + f" / {devices} devices" * self.sharded
         return Part("reference", math.ceil(size / devices), how)
 
-    def _head(self, lanes):
+    def _head(self):
         """Compute the parts of the head."""
         config, weight = self.config, self.model.get_output_embeddings().weight
         vocabulary, hidden = weight.shape
@@ -367,12 +396,9 @@ class _Planner:
         gradient = vocabulary * hidden * FP32 * weight.requires_grad
         # Autograd keeps the gradient of a tied head until the end; fsdp2 reduces it with the embedding's gradient.
         held = self.sharded or weight is self.model.get_input_embeddings().weight
-        # A repetition penalty needs three more tensors of this size.
-        drawn = FP32 * (4 if self.grpo and config.repetition_penalty != 1 else 1)
         how = f"{vocabulary:,} x {hidden} x 4 bytes" if gradient else "none: it is frozen"
-        logits, entries = lanes * vocabulary * drawn, f"{chunk} x {vocabulary:,} x {logit} bytes"
+        entries = f"{chunk} x {vocabulary:,} x {logit} bytes"
         return [
-            Part("logits of a decode step", logits, f"{lanes} x {vocabulary:,} x {drawn} bytes", ("draw",)),
             Part("head", chunk * vocabulary * logit, f"a chunk of {entries}", ("head",)),
             Part("head's gradient", gradient, how, ("head", "layers") if held else ("head",)),
         ]
@@ -406,11 +432,14 @@ def plan(
     """
     model = model.to(dtype)
 
+    @functools.cache
+    def with_lora(r, alpha, names):
+        with torch.device("meta"):  # the adapters need no values
+            return add_lora(copy.deepcopy(model), r=r, alpha=alpha, target_modules=names)
+
     def of(config, parallel, judges=judges):
-        planned = model
-        if config.use_peft:
-            lora = {"r": config.lora_r, "alpha": config.lora_alpha, "target_modules": config.lora_target_modules}
-            planned = add_lora(copy.deepcopy(model), **lora)
+        lora = config.lora_r, config.lora_alpha, config.lora_target_modules
+        planned = with_lora(*lora) if config.use_peft else model
         return _Planner(config, planned, dtype, device, prompt_tokens, room, ranks, parallel, judges).plan()
 
     whole = of(config, "ddp")

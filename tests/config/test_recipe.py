@@ -51,6 +51,15 @@ def test_supervised_training_of_a_task_is_its_warm_start(task):
         assert getattr(config, name) == getattr(run, name), name
 
 
+def test_auto_is_none(tmp_path):
+    (tmp_path / "mine.yaml").write_text("max_num_seqs: 64")
+    file = ["--config", str(tmp_path / "mine.yaml")]
+    assert parse(file).max_num_seqs == 64 and parse([*file, "--max_num_seqs", "32"]).max_num_seqs == 32
+    assert parse([*file, "--max_num_seqs", "auto"]).max_num_seqs is None
+    (tmp_path / "mine.yaml").write_text("max_num_seqs: auto")
+    assert parse(file).max_num_seqs is None and GRPOConfig(max_num_seqs="auto").max_num_seqs is None
+
+
 def test_flags_go_before_the_file_before_the_recipe_of_the_task(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("beta: 0.5\nnum_generations: 4\nresume_from_checkpoint: auto\n")

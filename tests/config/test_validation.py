@@ -73,7 +73,7 @@ def test_every_rule_has_a_case_and_reads_existing_settings():
 
 def test_accepts_values_at_the_edge_of_a_rule():
     assert GRPOConfig(metric_for_best_model="eval/accuracy", eval_steps=10, save_steps=20).save_steps == 20
-    edge = GRPOConfig(updates_per_rollout=8, soft_punish_cache=512, eval_num_generations=256)
+    edge = GRPOConfig(updates_per_rollout=8, soft_punish_cache=512, eval_num_generations=256, max_num_seqs=256)
     assert (edge.updates_per_rollout, edge.soft_punish_cache) == (edge.prompts_per_step, edge.max_completion_length)
     assert edge.eval_num_generations == edge.max_num_seqs
 

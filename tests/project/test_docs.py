@@ -10,7 +10,7 @@ import pytest
 from paths import ROOT
 from torch.distributed.run import get_args_parser
 
-from benchmarks import architectures, predictions, report, scale
+from benchmarks import architectures, plans, predictions, report, scale
 from fastgrpo import chat, distill, doctor, evaluate, sft, train
 from fastgrpo import report as report_command
 from fastgrpo.config.page import from_trl, page
@@ -91,6 +91,11 @@ def shown():
     return dict(found)
 
 
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if "LoRA" in x else x for x in plans.RUNS])
+def test_the_table_of_fitting_runs_equals_the_plans_of_memory(name):
+    assert plans.row(name) in TEXTS[ROOT / "docs" / "memory.md"], "run `python -m benchmarks.plans`"
+
+
 @pytest.mark.slow
 def test_the_table_of_scale_equals_the_plans_of_memory():
     assert shown()["scale"] == scale.table() + "\n", "run `python -m benchmarks.scale`"
@@ -105,7 +110,7 @@ def test_tables_of_benchmarks_equal_the_results():
             "summary": report.summary(found)
         }
         tables |= {f"bench:{name}-{file.stem}": f"{table}\n" for name, table in made.items()}
-    found = {name: table for name, table in shown().items() if name != "scale"}
+    found = {name: table for name, table in shown().items() if name not in ("scale", "plans")}
     assert found.keys() == tables.keys()
     assert [name for name in found if found[name] != tables[name]] == [], "these are stale"
 

@@ -84,6 +84,11 @@ def test_the_share_of_lanes_in_use_is_of_the_whole_generation():
     assert engine.metrics() == {"rollout/live_mean": 2.0, "rollout/live_share": 1.0}
 
 
+def test_a_group_may_be_larger_than_the_default_limit():
+    [samples] = RolloutEngine(tiny.model()).generate([[5, 6]], 1030, SamplingParams(max_tokens=2, seed=0))
+    assert len(samples) == 1030
+
+
 def test_moved_weights_invalidate_graphs(monkeypatch):
     model, forgotten = tiny.model(), []
     engine, sampling = RolloutEngine(model), SamplingParams(max_tokens=2, seed=0)

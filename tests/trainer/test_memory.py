@@ -11,6 +11,8 @@ from runs import make_trainer
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen2ForSequenceClassification
 
+from benchmarks.plans import planned as planned_on
+from benchmarks.scale import outlined
 from fastgrpo.config.settings import GRPOConfig, SFTConfig
 from fastgrpo.data.records import Batch, Sample
 from fastgrpo.policy.load import outline
@@ -27,34 +29,17 @@ from fastgrpo.trainer.memory import activation_bytes, plan, plan_run
 from fastgrpo.trainer.optim import MasterAdamW
 
 CPU, CUDA, GIB = torch.device("cpu"), torch.device("cuda"), 2**30
-SHAPES = {
-    name: dict(zip(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                    "num_key_value_heads", "vocab_size", "tie_word_embeddings"), numbers, strict=True))
-    for name, numbers in {
-        "0.5B": (896, 4864, 24, 14, 2, 151_936, True), "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),
-        "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
-    }.items()
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory):
+def planned():
     """A function that plans a run of Qwen2.5's shapes in bf16, on so many devices with so much memory."""
-    folder = tmp_path_factory.mktemp("shapes")
-
-    def outlined(name):
-        tiny.config(**SHAPES[name]).save_pretrained(folder / name)
-        return outline(folder / name)
-
-    shared = functools.cache(outlined)
 
     def of(name, ranks=1, device=CPU, room=80 * GIB, kind=GRPOConfig, **settings):
-        model = outlined(name) if "use_peft" in settings else shared(name)  # a plan adds adapters to it
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-            return plan(kind(**settings), model, dtype=torch.bfloat16, device=device, room=room, ranks=ranks)
+            return plan(kind(**settings), outlined(name), dtype=torch.bfloat16, device=device, room=room, ranks=ranks)
 
-    of.outline = shared
     return of
 
 
@@ -161,6 +146,23 @@ def test_peaks_at_different_times_are_not_added(planned):
         assert made.passing == max(times)
 
 
+@pytest.mark.parametrize("name", ["0.5B", "1.5B", "7B"])
+def test_as_many_completions_draw_as_a_step_has_or_fit_into_memory(name):
+    """The CUDA graphs keep the logits of a decode step, so the update has less memory."""
+    before = 0
+    for gigabytes in (24, 40, 80, 141):
+        made = planned_on(name, gigabytes)
+        assert made.fits == (made.needed <= made.room) and before <= made.lanes <= 1024
+        one_more = planned_on(name, gigabytes, max_num_seqs=min(made.lanes + 1, 1024))
+        assert one_more.lanes == made.lanes == (planned_on(name, gigabytes, max_num_seqs=made.lanes).lanes)
+        held, before = sizes(made), made.lanes
+        assert held["logits of a decode step"] == made.lanes * outlined(name).vocab_size * 4
+        eager = planned_on(name, gigabytes, rollout_backend="eager", max_num_seqs=made.lanes)
+        assert made.passing - eager.passing == held["logits of a decode step"] + held["CUDA graphs"]
+    assert (before == 1024) == (name != "7B")
+    assert planned_on(name, 141, prompts_per_step=8, num_generations=4).lanes == 32
+
+
 def test_a_run_that_does_not_fit_is_refused_with_flags_that_help(planned):
     with pytest.raises(ValueError, match=r"80.00 GiB are available: optimizer 85.11 GiB, gradients 28.37") as error:
         planned("7B", beta=0.04).check()
@@ -199,7 +201,7 @@ def test_auto_takes_ddp_where_everything_fits_one_device(planned, name, ranks, m
     made = planned(name, ranks)
     assert (made.parallel, made.fits) == (mode, fits), made.rows()
     held, share = sizes(made), 1 if mode == "ddp" else ranks
-    parameters, sharded = planned.outline(name).num_parameters(), mode == "fsdp2"
+    parameters, sharded = outlined(name).num_parameters(), mode == "fsdp2"
     assert held["policy"] == math.ceil((4 if sharded else 2) * parameters / share)
     assert held["gradients"] == math.ceil(4 * parameters / share)
     assert held["optimizer"] == math.ceil((8 if sharded else 12) * parameters / share)
@@ -207,7 +209,7 @@ def test_auto_takes_ddp_where_everything_fits_one_device(planned, name, ranks, m
 
 
 def test_each_of_eight_devices_holds_its_share_and_what_it_gathers(planned):
-    model = planned.outline("7B")
+    model = outlined("7B")
     whole, layers = model.num_parameters(), model.base_model.layers
     layer = sum(parameter.numel() for parameter in layers[0].parameters())
     rest = whole - layer * len(layers)  # embedding and head are more than two layers
@@ -221,7 +223,7 @@ def test_each_of_eight_devices_holds_its_share_and_what_it_gathers(planned):
 
 
 def test_the_device_with_the_least_room_decides_for_all(planned, tmp_path):
-    tiny.config(**SHAPES["1.5B"]).save_pretrained(tmp_path)
+    outlined("1.5B").config.save_pretrained(tmp_path)
     config = GRPOConfig(device="cpu", dtype="bfloat16")
     two = Ranks(0, 2)
     two.gather = lambda room, what: [room, room / 4]

@@ -1,0 +1,49 @@
+"""Predicts which runs of Qwen2.5 fit which GPUs, and how many completions they draw at the same time.
+
+    python -m benchmarks.plans
+
+prints the table of docs/memory.md. Nothing is measured: each figure is from `fastgrpo.trainer.memory`.
+"""
+
+from unittest import mock
+
+import torch
+
+from benchmarks.scale import outlined
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.trainer.memory import MemoryPlan, plan
+
+ROOMS = {24: 23.5, 40: 39.4, 80: 79.1, 141: 139.7}  # GB of a GPU, and GiB that are free before a run
+LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
+RUNS = {  # name of the row -> model and settings
+    "0.5B": ("0.5B", {}), "1.5B": ("1.5B", {}), "7B": ("7B", {}), "7B, LoRA": ("7B", LORA),
+}  # fmt: skip
+STEP = {"prompts_per_step": 64, "num_generations": 16, "max_completion_length": 1024, "use_liger_kernel": False}
+
+
+def planned(name: str, gigabytes: int, **settings: object) -> MemoryPlan:
+    """Plan a run of `RUNS` in bf16 on an NVIDIA GPU of compute capability 9.0 with this many GB."""
+    model, own = RUNS[name]
+    config, room = GRPOConfig(**{**STEP, **own, **settings}), int(ROOMS[gigabytes] * 2**30)
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)):
+        return plan(config, outlined(model), dtype=torch.bfloat16, device=torch.device("cuda"), room=room)
+
+
+def cell(made: MemoryPlan) -> str:
+    """Describe a plan: completions at the same time, and memory."""
+    return f"{made.lanes:,}; {made.needed / 2**30:.1f} GiB" if made.fits else "does not fit"
+
+
+def row(name: str) -> str:
+    """Format the plans of a run on each GPU."""
+    return f"| {name} | " + " | ".join(cell(planned(name, gigabytes)) for gigabytes in ROOMS) + " |"
+
+
+def table() -> str:
+    """Format the plans as a Markdown table."""
+    lines = ["| run | " + " | ".join(f"{gigabytes} GB" for gigabytes in ROOMS) + " |", "|---|" + "---|" * len(ROOMS)]
+    return "\n".join([*lines, *map(row, RUNS)])
+
+
+if __name__ == "__main__":
+    print(table())
