@@ -468,7 +468,8 @@ class RolloutEngine(RolloutBackend):
             self.budget = int(self.memory_utilization * self.left)
         # Completions that wait for tools keep their slots while others draw, so there may be more slots than draws.
         waits = any(request.dialogues for request in self.waiting)
-        most = sum(len(limits) for _, limits in requests) if waits else self.max_num_seqs
+        wanted = sum(len(limits) for _, limits in requests)
+        most = wanted if waits else min(wanted, self.max_num_seqs)
         # A penalty needs one byte per lane and token of the vocabulary.
         budget = self.budget - (most * len(policy.head.weight) if sampling.penalizes else 0)
         limits = most, kv_token_bytes(shape, policy.dtype), budget, provider.flat, self.left

@@ -12,7 +12,7 @@ from fastgrpo.config.settings import GRPOConfig, Settings, SFTConfig
 CASES = {
     # rule: settings that it refuses; the error names the first one
     "_groups_fit": [{"max_num_seqs": 4}],
-    "_evaluation_groups_fit": [{"eval_num_generations": 300}],
+    "_evaluation_groups_fit": [{"max_num_seqs": 200, "eval_num_generations": 300}],
     "_refills_are_allowed": [{"dynamic_sampling": 1}],
     "_the_backend_can_abort": [{"oversampling_factor": 2, "rollout_backend": "hf"}],
     "_punishment_fits": [{"soft_punish_cache": 513}],
