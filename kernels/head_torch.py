@@ -11,6 +11,9 @@ checkpointed region. With several chunks, the forward runs these products per ch
 full distributions (`full_kl`) needs one more product, of the reference's states with its head, and adds its part to dz.
 With a tolerance, the last two products use fewer columns (`Bounded`). A weight whose rows are sharded over processes
 (vocabulary-parallel) adds all-reduces of per-row values (`softmax_`) and of dH; dW and dbias stay sharded.
+
+On a GPU, 16-bit states and weights are multiplied as they are, with fp32 sums; dz is rounded to 16 bits for its two
+products, as autograd rounds it. A CPU has no such product: it casts the weight, a block at a time.
 """
 
 from collections.abc import Iterator
@@ -21,28 +24,36 @@ import torch.distributed as dist
 
 from fastgrpo.kernels.objectives import compute_dtype, cut, first_order, no_autocast, policy_loss_fwd, policy_parts
 
+GPUS = ("cuda", "meta")  # tensors on meta count the products of a GPU
 CAST_ROWS = 8192  # rows of a 16-bit weight cast to fp32 at a time on a GPU
 CAST_BYTES = 2 * 2**20  # fp32 bytes cast at a time on a CPU; they stay in its cache until the product reads them
 
 
+@torch.compiler.assume_constant_result
+def _multiplies(kind: str, dtype: torch.dtype) -> bool:
+    """Return whether a kind of device multiplies 16-bit operands fast; before sm_80, a GPU emulates bf16."""
+    if kind not in GPUS or dtype.itemsize != 2:
+        return False
+    return kind == "meta" or dtype == torch.float16 or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the operands of a head's products: 16 bits if both have them on a GPU, else fp32 or fp64."""
+    same = hidden.dtype == weight.dtype
+    return hidden.dtype if same and _multiplies(hidden.device.type, hidden.dtype) else compute_dtype(hidden)
+
+
 def mm_fp32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiply with fp32 output for any dtype of the operands.
+    """Multiply a [n, k] by b [k, m] of the same dtype with fp32 output [n, m], or fp64 for fp64.
 
     A CPU, as in the interpreted tests, has no such product for 16-bit operands, so they are cast.
-
-    Args:
-        a: [n, k].
-        b: [k, m].
-        out: [n, m] fp32 output, or None for a new tensor.
-
-    Returns:
-        [n, m] fp32.
     """
-    if a.is_cuda and a.dtype != torch.float32:
+    if a.device.type in GPUS and a.itemsize == 2:
         if out is None:
             return torch.mm(a, b, out_dtype=torch.float32)
         return torch.mm(a, b, out_dtype=torch.float32, out=out)
-    return torch.mm(a.float(), b.float(), out=out)
+    dtype = compute_dtype(a)
+    return torch.mm(a.to(dtype), b.to(dtype), out=out)
 
 
 def weight_blocks(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -82,13 +93,13 @@ def add_mm_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tens
     """Compute total += a @ b in fp32; on a GPU without a second tensor of this size.
 
     Args:
-        total: [n, m] fp32, changed in place.
+        total: [n, m] fp32 (fp64 for fp64 operands), changed in place.
         a: [n, k].
         b: [k, m].
     """
-    if a.dtype == torch.float32:
+    if a.dtype == total.dtype:
         return total.addmm_(a, b)
-    if a.is_cuda:
+    if a.device.type in GPUS:
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     return total.add_(mm_fp32(a, b))
 
@@ -424,12 +435,28 @@ def _longest(probs, order, free, limit):
 
 CHUNK_BYTES = 64 * 2**20  # bytes of one chunk's fp32 logits: enough for full-speed products, small beside a model
 MIN_CHUNK_ROWS = 128
+# On a GPU, each chunk adds to the fp32 dW in memory: 15% of an H100's time for the products at 2,048 rows, 8% at 4,096.
+GPU_CHUNK_ROWS = 2048, 4096
+GPU_SHARE = 32  # the larger chunk is chosen if its fp32 logits take at most this part of the GPU's memory
 GATHERED_ROWS = 2048  # rows of a weight gathered at a time for products over some columns
 
 
-def chunk_rows(vocab_size: int) -> int:
-    """Return the number of rows of a chunk: its fp32 logits fill CHUNK_BYTES, and at least MIN_CHUNK_ROWS."""
-    return max(MIN_CHUNK_ROWS, CHUNK_BYTES // (4 * vocab_size))
+@torch.compiler.assume_constant_result
+def _memory(device: torch.device) -> int:
+    """Return the bytes of a GPU's memory, or 0 if it is not here."""
+    here = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(device).total_memory if here else 0
+
+
+def chunk_rows(vocab_size: int, device: torch.device | None = None) -> int:
+    """Return the number of rows of a chunk of a head on a device.
+
+    Without a device, as on a CPU, its fp32 logits fill CHUNK_BYTES, with at least MIN_CHUNK_ROWS.
+    """
+    if device is None or device.type not in GPUS:
+        return max(MIN_CHUNK_ROWS, CHUNK_BYTES // (4 * vocab_size))
+    few, many = GPU_CHUNK_ROWS
+    return many if many * vocab_size * 4 <= _memory(device) // GPU_SHARE else few
 
 
 def row_slices(total: int, size: int) -> list[slice]:
@@ -446,13 +473,13 @@ def _room(slices, weight, dtype):
 
 
 def _logits(hidden, weight, bias, temperature, softcap, room):
-    """Compute z [n, V] in the dtype of hidden (fp32 or fp64), and the slope dy/dx [n, V] of the soft-cap, or None.
+    """Compute z [n, V], a view of `room`, and the slope dy/dx [n, V] of the soft-cap, or None.
 
-    z is a view of `room`.
+    hidden has the dtype of the products' operands, and `room` is fp32 or fp64.
     """
     z = room[: len(hidden)]
     for block, w in weight_blocks(weight, hidden.dtype):
-        torch.mm(hidden, w.T, out=z[:, block])  # z = h W^T, product 1
+        mm_fp32(hidden, w.T, out=z[:, block])  # z = h W^T, product 1
     if bias is not None:
         z += bias.to(z.dtype)
     slope = None
@@ -465,6 +492,22 @@ def _logits(hidden, weight, bias, temperature, softcap, room):
     elif temperature != 1:
         z /= temperature
     return z, slope
+
+
+def _narrowed(dz, dtype):
+    """Round dz to a dtype of the products. Return it, and the factor that it was divided by, or None.
+
+    The largest entry becomes 1 in fp16, where entries near 1 / tokens would lose bits or become 0.
+    """
+    if dtype != torch.float16:
+        return dz.to(dtype), None
+    scale = torch.linalg.vector_norm(dz, torch.inf).clamp(min=1e-30) if dz.numel() else dz.new_ones(())
+    return dz.div_(scale).to(dtype), scale
+
+
+def _scaled(values, scale):
+    """Multiply by a factor of `_narrowed`, in place."""
+    return values if scale is None else values.mul_(scale)
 
 
 class _Gradients:
@@ -484,40 +527,41 @@ class _Gradients:
         ]
         self.first = True
 
-    def add(self, dz, h, rows, columns=None):
+    def add(self, dz, h, rows, columns=None, scale=None):
         """Add the gradients of one chunk from dz [n, V] and h [n, D]; `rows` is its slice or index of the N rows.
 
-        With `columns` [K], dz is [n, K], and the other columns of the vocabulary add nothing.
+        dz and h have the dtype of the products' operands, and dz was divided by `scale`, unless that is None. With
+        `columns` [K], dz is [n, K], and the other columns of the vocabulary add nothing.
         """
         dh, dw, dbias = self.sums
         first, self.first = self.first, False
-        if columns is not None:
+        if dbias is not None:
+            dbias[slice(None) if columns is None else columns] += _scaled(dz.sum(0, dtype=self.dtype), scale)
+        if columns is not None or scale is not None:
             if first and dw is not None:
                 dw.zero_()
-            return self._add_columns(dz, h, rows, columns)
+            return self._add_blocks(dz, h, rows, columns, scale)
         if dh is not None:
-            products = (dz[:, block] @ w for block, w in weight_blocks(self.inputs[1], self.dtype))
+            products = (mm_fp32(dz[:, block], w) for block, w in weight_blocks(self.inputs[1], h.dtype))
             dh[rows] = self.vocabulary.sum_(sum(products))  # dH = dz W
         if dw is not None:
-            dw.addmm_(dz.T, h, beta=0 if first else 1)  # dW = dz^T H
-        if dbias is not None:
-            dbias += dz.sum(0)
+            mm_fp32(dz.T, h, out=dw) if first else add_mm_(dw, dz.T, h)  # dW = dz^T H
 
-    def _add_columns(self, dz, h, rows, columns):
-        """Add the gradients of one chunk over some columns, in blocks that stay in the cache."""
-        dh, dw, dbias = self.sums
-        product = torch.zeros_like(h)
-        for start in range(0, len(columns), GATHERED_ROWS):
+    def _add_blocks(self, dz, h, rows, columns, scale):
+        """Add the gradients of one chunk in blocks of columns, which stay in a CPU's cache."""
+        dh, dw, _ = self.sums
+        weight, product = self.inputs[1], torch.zeros(h.shape, dtype=self.dtype, device=h.device)
+        for start in range(0, dz.shape[1], GATHERED_ROWS):
             part = slice(start, start + GATHERED_ROWS)
-            at = columns[part]
+            at = None if columns is None else columns[part]
             if dh is not None:
-                product.addmm_(dz[:, part], self.inputs[1].index_select(0, at).to(self.dtype))  # dH = dz W
+                block = weight[part] if at is None else weight.index_select(0, at)
+                add_mm_(product, dz[:, part], block.to(h.dtype))  # dH = dz W
             if dw is not None:
-                dw.index_add_(0, at, dz[:, part].T @ h)  # dW = dz^T H; `columns` has no duplicates
+                block = _scaled(mm_fp32(dz[:, part].T, h), scale)  # dW = dz^T H
+                dw[part].add_(block) if at is None else dw.index_add_(0, at, block)  # `columns` has no duplicates
         if dh is not None:
-            dh[rows] = self.vocabulary.sum_(product)
-        if dbias is not None:
-            dbias[columns] += dz.sum(0)
+            dh[rows] = self.vocabulary.sum_(_scaled(product, scale))
 
 
 def _dtypes(*inputs):
@@ -563,14 +607,14 @@ def linear_logprob_fwd(
     Returns:
         logps [M], and entropy [M] in nats or None. fp32, or fp64 for fp64 inputs.
     """
-    dtype = compute_dtype(hidden)
+    dtype, operands = compute_dtype(hidden), operand_dtype(hidden, weight)
     logps = torch.empty(len(targets), dtype=dtype, device=hidden.device)
     entropy = torch.empty_like(logps) if return_entropy else None
     slices = row_slices(len(targets), size)
     room = _room(slices, weight, dtype)
     for part in slices:
         where = part if index is None else index[part]
-        z = _logits(hidden[where].to(dtype), weight, bias, cut(temperature, part), softcap, room)[0]
+        z = _logits(hidden[where].to(operands), weight, bias, cut(temperature, part), softcap, room)[0]
         logps[part], part_entropy = softmax_(z, targets[part], vocabulary, return_entropy)
         if return_entropy:
             entropy[part] = part_entropy
@@ -611,7 +655,7 @@ class LinearLogprob(torch.autograd.Function):
             room = _room(slices, weight, grads.dtype)
             dz = columns = None
             for part in slices:
-                h, t = hidden[part].to(grads.dtype), cut(temperature, part)
+                h, t = hidden[part].to(operand_dtype(hidden, weight)), cut(temperature, part)
                 z, bend = _logits(h, weight, bias, t, ctx.softcap, room)
                 softmax_(z, targets[part], ctx.vocabulary)
                 if ctx.tolerance:
@@ -625,7 +669,8 @@ class LinearLogprob(torch.autograd.Function):
                     dz = logit_gradient_(z, targets[part], ctx.vocabulary, grad_logps[part] / t, part_entropy, slope)
                     if bend is not None:
                         dz *= bend
-                grads.add(dz, h, part, columns)
+                dz, scale = _narrowed(dz, h.dtype)
+                grads.add(dz, h, part, columns, scale)
                 dz = columns = bend = cut_down = None  # free before the next chunk allocates its own
         return *_rounded(grads.sums, _dtypes(hidden, weight, bias)), *(None,) * 8
 
@@ -642,10 +687,10 @@ class LinearGRPO(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, rows, objective, size, needs, return_entropy, vocabulary: Vocabulary,
                 softcap, reference: ReferenceHead | None, tolerance: float = 0.0):  # fmt: skip
         ctx.set_materialize_grads(False)
-        dtype = compute_dtype(hidden)
+        dtype, operands = compute_dtype(hidden), operand_dtype(hidden, weight)
         return_entropy = return_entropy or rows.entropy_weights is not None
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        outputs, dz, columns = [], None, None
+        outputs, dz, columns, scale = [], None, None, None
         with no_autocast(hidden):
             slices = row_slices(len(rows.targets), size)
             parts, known = policy_parts(
@@ -659,7 +704,7 @@ class LinearGRPO(torch.autograd.Function):
             ref_room = None if reference is None else torch.empty_like(room)
             for part, sequences in parts:
                 where = part if rows.index is None else rows.index[part]
-                h, t, targets = hidden[where].to(dtype), cut(rows.temperature, part), rows.targets[part]
+                h, t, targets = hidden[where].to(operands), cut(rows.temperature, part), rows.targets[part]
                 z, bend = _logits(h, weight, bias, t, softcap, room)
                 logps, entropy = softmax_(z, targets, vocabulary, return_entropy)
                 if known is None:
@@ -671,7 +716,7 @@ class LinearGRPO(torch.autograd.Function):
                 if bonus is not None:
                     part_loss = part_loss - bonus * entropy
                 if reference is not None:
-                    ref_h = reference.hidden[where].to(dtype)
+                    ref_h = reference.hidden[where].to(operand_dtype(reference.hidden, reference.weight))
                     ref_z = _logits(ref_h, reference.weight, reference.bias, t, softcap, ref_room)[0]
                     kl, log_ratio = full_kl(z, ref_z)
                     kl_weights = objective.beta * rows.weights[part]
@@ -690,12 +735,13 @@ class LinearGRPO(torch.autograd.Function):
                             dz += dkl
                         if bend is not None:
                             dz *= bend
+                    dz, scale = _narrowed(dz, h.dtype)
                     if not keep_dz:
-                        grads.add(dz, h, where, columns)
+                        grads.add(dz, h, where, columns, scale)
                         dz = columns = None
                 bend = None  # free before the next chunk allocates its own
         if keep_dz:
-            ctx.save_for_backward(hidden, weight, bias, rows.index, dz, columns)
+            ctx.save_for_backward(hidden, weight, bias, rows.index, dz, columns, scale)
         elif grads is not None:
             ctx.save_for_backward(*grads.sums)
         ctx.keep_dz, ctx.needs, ctx.vocabulary = keep_dz, needs, vocabulary
@@ -709,11 +755,11 @@ class LinearGRPO(torch.autograd.Function):
             return (None,) * 12
         sums = ctx.saved_tensors
         if ctx.keep_dz:
-            hidden, weight, bias, index, dz, columns = sums
+            hidden, weight, bias, index, dz, columns, scale = sums
             where = slice(None) if index is None else index
             with no_autocast(hidden):
                 products = _Gradients(hidden, weight, bias, ctx.needs, ctx.vocabulary)
-                products.add(dz, hidden[where].to(dz.dtype), where, columns)
+                products.add(dz, hidden[where].to(dz.dtype), where, columns, scale)
             sums = products.sums
         return *_rounded(sums, ctx.dtypes, grad_loss), *(None,) * 9
 

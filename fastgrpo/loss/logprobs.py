@@ -82,8 +82,9 @@ def linear_logprob(
 
     def plain(states, rows, weight, bias):
         logps, entropy = head_torch.LinearLogprob.apply(
-            states, weight, bias, rows.targets, rows.temperature, head_torch.chunk_rows(vocabulary.largest),
-            return_entropy, vocabulary, logit_softcap, sum_hidden_grad, backward_tolerance,
+            states, weight, bias, rows.targets, rows.temperature,
+            head_torch.chunk_rows(vocabulary.largest, states.device), return_entropy, vocabulary, logit_softcap,
+            sum_hidden_grad, backward_tolerance,
         )  # fmt: skip
         return None, {"logps": logps, "entropy": entropy}
 

@@ -171,7 +171,7 @@ def linear_grpo_loss(
 
     def plain(states, kept, weight, bias):
         return head_torch.LinearGRPO.apply(
-            states, weight, bias, kept, objective, head_torch.chunk_rows(vocabulary.largest),
+            states, weight, bias, kept, objective, head_torch.chunk_rows(vocabulary.largest, states.device),
             needed(states, weight, bias), return_entropy, vocabulary, logit_softcap, reference, backward_tolerance,
         )  # fmt: skip
 

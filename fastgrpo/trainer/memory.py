@@ -387,7 +387,8 @@ class _Planner:
         # its slope.
         full_kl = self.grpo and config.objective.full_kl
         capped = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None) is not None
-        chunk, logit = chunk_rows(vocabulary), FP32 * (1 + 2 * full_kl + capped)
+        chunk, logit = chunk_rows(vocabulary, self.device), FP32 * (1 + 2 * full_kl + capped)
+        logit += 2 * (self.device.type == "cuda" and not full_kl)  # their gradient in 16 bits
         if not full_kl and self.device.type == "cuda" and HAS_TRITON:
             from fastgrpo.kernels.launch import CHUNK_ROWS
 

@@ -70,7 +70,7 @@ def test_no_row_loses_more_than_the_tolerance(case, tau, dtype):
     ("size", "softcap", "level"), [(100, None, "token"), (20, 20.0, "token"), (20, None, "sequence")]
 )
 def test_the_loss_is_exact_and_its_gradient_errs_within_the_bound(size, softcap, level, monkeypatch):
-    monkeypatch.setattr(head_torch, "chunk_rows", lambda vocab_size: size)
+    monkeypatch.setattr(head_torch, "chunk_rows", lambda *_: size)
     hidden, weight, targets = sharp()
     bias = torch.randn(V, dtype=torch.float64)
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]

@@ -1,5 +1,6 @@
 """The path by chunks of rows: how exact it is, what memory it takes, and how many matrix products it runs."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -8,8 +9,12 @@ from oracle import CHUNKS, Products, float32_case, make_case, run, set_chunk, tr
 
 from benchmarks.compare import compare
 from fastgrpo import Objective, linear_grpo_loss, linear_logprob
+from fastgrpo.kernel_checks import cases
 from fastgrpo.kernel_checks.cases import error
+from fastgrpo.kernel_checks.runner import Line
 from fastgrpo.kernels import head_torch, reference
+from fastgrpo.kernels.head_torch import Vocabulary
+from fastgrpo.kernels.objectives import PolicyRows
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
 
@@ -86,6 +91,52 @@ def test_no_worse_than_plain_pytorch(monkeypatch, dtype, grad_output, chunk):
         assert actual[name].dtype == dtype
         mine, theirs = error("gradient", actual[name], exact[name]), error("gradient", plain[name], exact[name])
         assert mine <= slack * theirs + 1e-5, f"d{name}: error {mine:.2e}, plain PyTorch's {theirs:.2e}"
+
+
+@CHUNKS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [{"objective": cases.BONUS}, cases.EVERYTHING], ids=["entropy", "everything"])
+def test_products_of_16_bit_operands_as_on_a_gpu_err_like_plain_pytorch(monkeypatch, dtype, options, chunk):
+    """The operands are rounded and the sums are fp32; a CPU computes that from the rounded operands in fp32."""
+    set_chunk(monkeypatch, chunk and 200)
+    monkeypatch.setattr(head_torch, "operand_dtype", lambda hidden, weight: hidden.dtype)
+    trial = cases.fused_loss("cpu", dtype, sizes={"cpu": (512, 32, 500)}, **options)
+    line = Line("", "cpu", trial.judge(trial.ours()))
+    assert line.reason is None, line.errors
+
+
+@CHUNKS
+@pytest.mark.parametrize("tolerance", [0.0, 0.2])
+def test_fp16_operands_lose_no_gradient_to_a_small_loss(monkeypatch, chunk, tolerance):
+    """A loss of 2^-20 with a grad_output of 2^20: dz is below the least fp16 number, and no bit of a gradient moves."""
+    set_chunk(monkeypatch, chunk)
+    monkeypatch.setattr(head_torch, "operand_dtype", lambda hidden, weight: hidden.dtype)
+    case, small = float32_case(bias=True).to(torch.float16), 2.0**-20
+    weights = torch.rand(len(case.targets))
+    knobs = {"compact": "sync", "backward_tolerance": tolerance}
+    _, expected = run(case, linear_grpo_loss, token_weights=weights, **knobs)
+    _, found = run(case, linear_grpo_loss, 1 / small, token_weights=weights * small, **knobs)
+    for name, gradient in expected.items():
+        assert gradient.abs().sum() > 0 and torch.equal(found[name], gradient), name
+
+
+@pytest.mark.parametrize("softcap, full_kl", [(None, False), (5.0, False), (None, True)])
+def test_a_gpu_multiplies_16_bit_operands_and_casts_no_weight(monkeypatch, softcap, full_kl):
+    """Counted on the meta device: three products a chunk of 2,048 rows, and one more for the reference's logits."""
+    monkeypatch.setattr(head_torch, "no_autocast", lambda tensor: nullcontext())  # torch knows none for this device
+    n, vocab, objective = 5000, 300, Objective(beta=0.1 * full_kl, kl="full" if full_kl else "k3")
+    hidden, weight, other = (torch.empty(rows, 64, dtype=torch.bfloat16, device="meta") for rows in (n, vocab, vocab))
+    values = torch.empty(n, device="meta")
+    rows = PolicyRows(index=None, targets=values.long(), temperature=1.0, advantages=values, weights=values,
+                      old_logps=values, ref_logps=None, lengths=None)  # fmt: skip
+    head = head_torch.ReferenceHead(hidden, other, None) if full_kl else None
+    leaves, size = (hidden.requires_grad_(), weight.requires_grad_()), head_torch.chunk_rows(vocab, weight.device)
+    with Products() as count:
+        loss = head_torch.LinearGRPO.apply(*leaves, None, rows, objective, size, (True, True, False), False,
+                                           Vocabulary(0, vocab, vocab, None), softcap, head)[0]  # fmt: skip
+        torch.autograd.grad(loss, leaves)
+    assert size == 2048 and len(count) == 3 * (3 + full_kl)
+    assert count.dtypes == {(torch.bfloat16, torch.float32)} and not count.casts[vocab, 64]
 
 
 def test_dw_over_64_chunks_as_good_as_over_one(monkeypatch):

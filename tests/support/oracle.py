@@ -4,6 +4,7 @@ Shapes: N tokens, M kept tokens, V vocabulary, D hidden, S sequences.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 
 import pytest
@@ -199,23 +200,30 @@ def float32_case(**knobs):
 def set_chunk(monkeypatch, rows):
     """Chunks of this many rows, whatever the vocabulary; None leaves one chunk for every test's size."""
     if rows is not None:
-        monkeypatch.setattr(head_torch, "chunk_rows", lambda vocab_size: rows)
+        monkeypatch.setattr(head_torch, "chunk_rows", lambda *_: rows)
 
 
 class Products(TorchDispatchMode):
-    """Records the shapes (n, k, m) of every matrix product run inside it, in order."""
+    """Records the products run inside it: shapes (n, k, m) in order, and pairs of operands' and output's dtype.
+
+    `casts` counts by shape the tensors that were copied to a dtype with more bytes.
+    """
 
     NAMES = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "mv", "addmv", "matmul", "linear")
 
     def __init__(self):
         super().__init__()
-        self.shapes = []
+        self.shapes, self.dtypes, self.casts = [], set(), Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in self.NAMES:
+        name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
+        if name in self.NAMES:
             left, right = [a for a in args if isinstance(a, torch.Tensor)][-2:]
             self.shapes.append((left.shape[0], left.shape[1], right.shape[-1]))
-        return func(*args, **(kwargs or {}))
+            self.dtypes.add((left.dtype, result.dtype))
+        elif name == "_to_copy" and result.itemsize > args[0].itemsize:
+            self.casts[tuple(result.shape)] += 1
+        return result
 
     def __len__(self):
         return len(self.shapes)
