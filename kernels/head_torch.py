@@ -147,9 +147,12 @@ def bias_product(exps: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     Returns:
         dbias [V] fp32.
     """
-    # v is scaled to a largest entry of 1, which does not underflow in any dtype
+    # v is scaled to a largest entry of 1, which does not underflow in any dtype. Rounded to bf16, v would add an error
+    # as large as that of E; the sum of two bf16 numbers adds 2^-17. Both columns cost one read of E.
     factor = v.abs().amax().clamp(min=1e-30)
-    return mm_fp32(exps.T, (v / factor).to(exps.dtype)[:, None])[:, 0] * factor
+    high = (v / factor).to(exps.dtype)
+    low = (v / factor - high).to(exps.dtype)
+    return mm_fp32(exps.T, torch.stack([high, low], 1)).sum(1) * factor
 
 
 # Replace a target's id within the shard if another rank holds the target, or if no rank does.
