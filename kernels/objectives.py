@@ -153,9 +153,10 @@ def policy_parts(
 
 
 def sequence_sum(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Give each token [M] the sum over its sequence of `lengths` [S] int64 tokens, in a fixed order."""
-    # unsafe=True, because the safe form validates the lengths, which is a sync
-    total = torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
+    """Give each token [M] the sum over its sequence of `lengths` [S] int64 tokens, in a fixed order and in fp64."""
+    # Tokens are added one after the other, which in fp32 is off by 1e-5 after thousands, and `vespo_phi` amplifies it.
+    # unsafe=True, because the safe form validates the lengths, which is a sync.
+    total = torch.segment_reduce(values.double(), "sum", lengths=lengths, unsafe=True).to(values.dtype)
     return total.repeat_interleave(lengths, output_size=len(values))
 
 
@@ -384,14 +385,16 @@ def vespo_phi(tokens: Tokens, objective: Any) -> torch.Tensor:
     Returns:
         phi(W) [M], the same for all tokens of a sequence whose advantages have one sign.
     """
-    log_w = sequence_sum(tokens.log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX), tokens.lengths)
+    # in fp64, because an error of log W is multiplied by k - lambda W
+    log_w = sequence_sum(tokens.log_ratio.double().clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX), tokens.lengths)
     if tokens.importance is not None:  # W is the ratio to the sampler: pi/old times old/sampler
-        log_w = log_w + sequence_sum(tokens.importance.log().clamp(LOG_WEIGHT_MIN, LOG_RATIO_MAX), tokens.lengths)
+        importance = tokens.importance.double().log().clamp(LOG_WEIGHT_MIN, LOG_RATIO_MAX)
+        log_w = log_w + sequence_sum(importance, tokens.lengths)
     log_w = log_w.clamp(LOG_WEIGHT_MIN, LOG_RATIO_MAX)
     gained = tokens.advantages >= 0
     k = _choose(gained, objective.vespo_k_pos, objective.vespo_k_neg, log_w)
     rate = _choose(gained, objective.vespo_lambda_pos, objective.vespo_lambda_neg, log_w)
-    return (rate + k * log_w - rate * log_w.exp()).exp()
+    return (rate + k * log_w - rate * log_w.exp()).exp().to(tokens.log_ratio.dtype)
 
 
 def _choose(condition, yes, no, like):
