@@ -66,7 +66,7 @@ def test_two_ranks_give_the_trajectory_of_one(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_every_number_of_ranks_gives_the_trajectory_of_one(count, tmp_path):
-    signed = compared(results_of(count, tmp_path, "matrix.py", count, 900))
+    signed = compared(results_of(count, tmp_path, "matrix.py", count, 3600))
     assert abs(sum(signed) / len(signed)) <= DRIFT
 
 
