@@ -288,6 +288,17 @@ def join(device: str = "auto", timeout: float = TIMEOUT) -> Ranks:
     return ranks
 
 
+def form_group(device: torch.device) -> None:
+    """Make a process group of this process alone, if there is none: sharding to host memory needs no torchrun."""
+    if not dist.is_initialized():
+        backend = "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # which torch's mesh takes
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(_leave)
+
+
 def _attempt(store, rank, size, timeout):
     """Wait for all ranks of this attempt, and return a name for it.
 

@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastgrpo.policy.lora import ADAPTER
 from fastgrpo.policy.model import Policy, Result
-from fastgrpo.ranks import Ranks
+from fastgrpo.ranks import Ranks, form_group
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +176,7 @@ def shard(
             f"parallel=fsdp2 needs one dtype, here {dtype}, but {type(policy.module).__name__} has {len(others)} "
             f"weights in another one ({name} in {kept}, ...); use --dtype float32, or --parallel ddp"
         )
+    form_group(policy.device)
     mesh = init_device_mesh(policy.device.type, (ranks.size,))
     layout = ShardLayout(mesh, policy.device, dtype, reshard_after_forward, cpu_offload, ranks)
     whole = WholeCopy(policy, dtype)

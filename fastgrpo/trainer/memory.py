@@ -131,7 +131,9 @@ class MemoryPlan:
             about += f"; of {gib(self.room)} available"
         rows.append(("peak", f"{gib(self.needed):>11}   {about}".rstrip()))
         rows.append(("gradient checkpointing", f"{'on' if self.checkpointing else 'off':>11}   {self.why}"))
-        return rows + [("parallel", f"{self.parallel:>11}   {self.chosen}")] * (self.ranks > 1)
+        return rows + [("parallel", f"{self.parallel:>11}   {self.chosen}")] * (
+            self.ranks > 1 or self.parallel != "ddp"
+        )
 
     def check(self) -> None:
         """Raise a ValueError if the run does not fit."""
@@ -455,6 +457,8 @@ def plan(
             other = of(changed, sharing(settings.get("parallel", parallel)), 0 if without else judges)
         except (TypeError, ValueError):  # no such field, conflicting settings, or no adapters for this model
             continue
+        if settings.get("parallel") == "fsdp2_offload":
+            flag += f" (with {gib(4 * FP32 * Count.of(model).base / ranks)} of host memory)"
         instead[flag] = other.least
     return dataclasses.replace(made, instead=instead)
 
@@ -477,8 +481,8 @@ def _changes(config, ranks):
     }
     if config.rollout_backend in ("auto", "fast"):
         changes["--rollout_backend eager"] = {"rollout_backend": "eager"}
-    shards = {f"--parallel {way}": {"parallel": way} for way in ("fsdp2", "fsdp2_offload")}
-    return changes | (shards if ranks > 1 else {})
+    ways = ("fsdp2", "fsdp2_offload") if ranks > 1 else ("fsdp2_offload",)
+    return changes | {f"--parallel {way}": {"parallel": way} for way in ways}
 
 
 def sharing(parallel: str) -> str:

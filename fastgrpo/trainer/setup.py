@@ -189,10 +189,10 @@ def make_policy(
 
     All ranks begin with the same weights. On a CPU, freed memory is kept for the next step.
     """
-    if args.parallel.startswith("fsdp2") and ranks.group is None:
+    if args.parallel in ("fsdp2", "fsdp2_keep") and ranks.group is None:
         raise ValueError(
             f"parallel={args.parallel} needs several processes, and there is only one; start the run with torchrun "
-            "--nproc_per_node N -m fastgrpo.train ..., or omit parallel"
+            "--nproc_per_node N -m fastgrpo.train ..., or omit parallel. One process can use fsdp2_offload"
         )
     plan = plan_run(args, model, ranks=ranks, rewards=rewards)
     if plan:

@@ -222,6 +222,17 @@ def test_each_of_eight_devices_holds_its_share_and_what_it_gathers(planned):
     assert offload["policy"] == offload["gradients"] == offload["optimizer"] == 0 < offload["whole weights"]
 
 
+def test_one_gpu_is_told_that_a_large_model_fits_with_shards_in_host_memory(planned):
+    """With bytes of host memory for fp32 weights, gradients and two moments."""
+    refused = planned("7B", gradient_checkpointing=True)
+    host = 16 * outlined("7B").num_parameters() / GIB
+    with pytest.raises(
+        ValueError, match=rf"fsdp2_offload \(with {host:.2f} GiB of host memory\) saves .*, which is enough"
+    ):
+        refused.check()
+    assert planned("7B", parallel="fsdp2_offload").fits
+
+
 def test_the_device_with_the_least_room_decides_for_all(planned, tmp_path):
     outlined("1.5B").config.save_pretrained(tmp_path)
     config = GRPOConfig(device="cpu", dtype="bfloat16")

@@ -3,6 +3,8 @@
 import pytest
 import tiny
 import torch
+from runs import lines, make_trainer
+from safetensors.torch import load_file
 
 from fastgrpo import GRPOConfig
 from fastgrpo.ranks import ALONE, Ranks
@@ -44,6 +46,22 @@ def test_other_weights_on_another_rank_are_refused(tmp_path):
     make_policy(str(path), None, config(), Two())
 
 
-def test_one_process_shards_nothing():
+def test_one_process_that_shards_to_the_host_trains_as_with_ddp(tmp_path):
+    """Without torchrun."""
+    weights, logged = {}, {}
+    try:
+        for way in ("ddp", "fsdp2_offload"):
+            trainer = make_trainer(tmp_path / way, parallel=way, dtype="bfloat16", beta=0.1, learning_rate=1e-2)
+            trainer.train()
+            weights[way] = load_file(tmp_path / way / "run" / "checkpoint-2" / "model.safetensors")
+            logged[way] = [(row["reward"], row["kl"], row["grad_norm"]) for row in lines(tmp_path / way / "run")]
+        assert trainer.policy.lockstep  # it is sharded
+    finally:
+        torch.distributed.destroy_process_group()
+    assert logged["ddp"] == logged["fsdp2_offload"]
+    assert all(torch.equal(weight, weights["ddp"][name]) for name, weight in weights["fsdp2_offload"].items())
+
+
+def test_one_process_shards_only_to_the_host():
     with pytest.raises(ValueError, match="parallel=fsdp2 needs several processes, and there is only one"):
         make_policy(tiny.model(), tiny.tokenizer(), config(parallel="fsdp2"), ALONE)
