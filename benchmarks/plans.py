@@ -18,7 +18,7 @@ LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
 RUNS = {  # name of the row -> model and settings
     "0.5B": ("0.5B", {}), "1.5B": ("1.5B", {}), "7B": ("7B", {}), "7B, LoRA": ("7B", LORA),
 }  # fmt: skip
-STEP = {"prompts_per_step": 64, "num_generations": 16, "max_completion_length": 1024, "use_liger_kernel": False}
+STEP = {"prompts_per_step": 64, "num_generations": 16, "max_completion_length": 1024, "use_liger_kernel": True}
 
 
 def planned(name: str, gigabytes: int, **settings: object) -> MemoryPlan:
@@ -30,8 +30,11 @@ def planned(name: str, gigabytes: int, **settings: object) -> MemoryPlan:
 
 
 def cell(made: MemoryPlan) -> str:
-    """Describe a plan: completions at the same time, and memory."""
-    return f"{made.lanes:,}; {made.needed / 2**30:.1f} GiB" if made.fits else "does not fit"
+    """Describe a plan: completions at the same time, tokens of a micro-batch, recomputed layers, and memory."""
+    if not made.fits:
+        return "does not fit"
+    layers = f", {made.recomputed} recomputed" if made.recomputed else ""
+    return f"{made.lanes:,}; {made.tokens:,}{layers}; {made.needed / 2**30:.1f} GiB"
 
 
 def row(name: str) -> str:

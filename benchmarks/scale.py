@@ -38,7 +38,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.trainer.memory import PROMPT_TOKENS, Count, plan
+from fastgrpo.trainer.memory import MICRO_BATCHES, PROMPT_TOKENS, Count, plan
 
 # Qwen2.5: hidden size, width of the MLP, layers, query heads, key heads, vocabulary, tied head.
 SHAPES = {
@@ -131,6 +131,7 @@ def _configs(given, gpus):
         yield mode, GRPOConfig(
             prompts_per_step=given.prompts * gpus, num_generations=given.generations, **settings,
             max_completion_length=given.length, gradient_checkpointing=True, rollout_backend="eager",
+            max_tokens_per_microbatch=MICRO_BATCHES[0],
         )  # fmt: skip
 
 

@@ -234,7 +234,7 @@ class ModelConfig:
     PyTorch's kernels (sdpa). auto is the newest one that supports GPU and model."""
     gradient_checkpointing: Literal["auto", True, False] = "auto"
     """Recompute the layers in the backward pass, which saves memory and takes about a third more time. auto is True on
-    a CPU. On a GPU, auto is True if the activations of all layers do not fit into memory."""
+    a CPU. On a GPU, auto recomputes the fewest layers with which the activations fit into memory."""
     use_peft: bool = False
     """Train LoRA adapters without dropout, and freeze the model. In GRPO, the reference then needs no memory."""
     lora_r: Count = 16
@@ -328,8 +328,9 @@ class OptimizerConfig:
     """Use this decay rate for AdamW's second moment (the mean of the squared gradient)."""
     adam_epsilon: Positive = 1e-08
     """Add this number to the square root of AdamW's second moment."""
-    max_tokens_per_microbatch: Count = 16384
-    """Process at most N tokens per forward and backward pass. Memory grows with N; results differ only by rounding."""
+    max_tokens_per_microbatch: AutoCount = None
+    """Process at most N tokens per forward and backward pass. Memory grows with N; results differ only by rounding. On
+    a GPU, None (or auto) takes 16,384, or 8,192 or 4,096 if that fits with less recomputation; on a CPU 16,384."""
 
     @property
     def schedule_kwargs(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from fastgrpo.run.checkpoint import checkpoints, read_state, step_of, verify
 from fastgrpo.run.folder import SWEEP_TABLE, RunFolder, claim_output_dir, contents, made_in, note
 
 # Settings that may be auto. A checkpoint stores the choice of auto, and `restore` compares it.
-CHOSEN = ("dtype", "gradient_checkpointing")
+CHOSEN = ("dtype", "gradient_checkpointing", "max_tokens_per_microbatch")
 
 
 def open_run(
@@ -146,7 +146,7 @@ def check_settings(checkpoint: Path, config: TrainingConfig, say: Callable[[str]
         # Both go through JSON, where tuples are lists.
         old, new = (json.loads(json.dumps(v)) for v in (before.get(field.name, field.default), now[field.name]))
         rule, (_, holds) = on_resume(field.name, old, new), CONDITIONS.get(field.name, (None, None))
-        if old == new or rule == "free" or (field.name in CHOSEN and "auto" in (old, new)):
+        if old == new or rule == "free" or (field.name in CHOSEN and {"auto", None} & {old, new}):
             continue
         if holds is not None and not (holds(earlier) or holds(config)):
             continue

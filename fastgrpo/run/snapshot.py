@@ -415,13 +415,14 @@ def _compare(state, path, about, say):
     if state["dtype"] != about["dtype"]:
         before, now = (name.removeprefix("torch.") for name in (state["dtype"], about["dtype"]))
         raise ValueError(f"{path} was trained in {before}, but the policy is {now} now; continue with --dtype {before}")
-    settings = state["config"]["gradient_checkpointing"], about["config"]["gradient_checkpointing"]
-    before, now = state["gradient_checkpointing"], about["gradient_checkpointing"]
-    if "auto" in settings and before != now:  # `check_settings` reports a changed setting
-        say(
-            f"warning: gradient_checkpointing was {before} and is {now} now, because auto chose it: the run continues, "
-            "but not bit for bit as it would have without the change"
-        )
+    for name in ("gradient_checkpointing", "max_tokens_per_microbatch"):
+        settings = {of["config"].get(name, "unknown") for of in (state, about)}
+        before, now = state.get(name, about.get(name)), about.get(name)
+        if {"auto", None} & settings and before != now:  # `check_settings` reports a changed setting
+            say(
+                f"warning: {name} was {before} and is {now} now, because auto chose it: the run continues, but not bit "
+                "for bit as it would have without the change"
+            )
     changed = {
         name: None not in (values := (state[f"{name}_digest"], about[f"{name}_digest"])) and values[0] != values[1]
         for name in ("data", "model")

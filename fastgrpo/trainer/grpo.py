@@ -49,6 +49,7 @@ from fastgrpo.tools.environments import Environments
 from fastgrpo.tools.prompts import Prompts
 from fastgrpo.trainer.callbacks import Arguments, Callbacks
 from fastgrpo.trainer.collect import Collector, log_samples, rates, with_advantages
+from fastgrpo.trainer.memory import MICRO_BATCHES
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 from fastgrpo.trainer.results import card_of, finish, log_metrics, push_to_hub, save_metrics, save_model, save_state
 from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Learner, get_off_policy_mask
@@ -173,9 +174,10 @@ class GRPOTrainer:
             self.optimizer, args.lr_scheduler_type, warmup_steps=args.warmup_steps,
             total_steps=self.state.max_steps * args.updates_per_step, further=args.schedule_kwargs,
         )  # fmt: skip
+        micro_batch = args.max_tokens_per_microbatch or (self.plan.tokens if self.plan else MICRO_BATCHES[0])
         self.learner = Learner(
             self.policy, self.optimizer, self.schedule, max_grad_norm=args.max_grad_norm,
-            max_tokens=args.max_tokens_per_microbatch, timer=self.timer, ranks=ranks,
+            max_tokens=micro_batch, timer=self.timer, ranks=ranks,
         )  # fmt: skip
         judged = self.rewards is not None  # without rewards, no completions are drawn
         self.engine = make_backend(self.policy.for_rollouts, args, self._bytes_to_come) if judged else None
@@ -333,6 +335,7 @@ class GRPOTrainer:
             "model_digest": self.digests["model"],
             "dtype": str(self.policy.dtype),
             "gradient_checkpointing": self.policy.module.is_gradient_checkpointing,
+            "max_tokens_per_microbatch": self.learner.dealer.max_tokens,
             "config": dataclasses.asdict(self.args),
         }
 

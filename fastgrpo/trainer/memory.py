@@ -1,7 +1,8 @@
 """Plans the memory of a run from its settings and the model's config, before any weights are loaded.
 
-A run that does not fit its GPU raises an error that names the settings to change. `--gradient_checkpointing auto` and
-`--parallel auto` follow the plan, and rollouts get a share of the remaining memory. docs/memory.md describes the parts.
+A run that does not fit its GPU raises an error that names the settings to change. The size of a micro-batch, gradient
+checkpointing and `--parallel auto` follow the plan, and rollouts get a share of the remaining memory. docs/memory.md
+describes the parts.
 
 Shapes: h hidden size, H query heads, K key heads, d head width, f width of the MLP, b bytes per weight.
 """
@@ -50,6 +51,11 @@ from fastgrpo.rollout.slots import (
 PROMPT_TOKENS = 256  # the length of a typical prompt
 GRAPH_BYTES = 26 * 2**20  # of the driver for the graph of a decode step, as vLLM logs it (its pull request 22897)
 FP32 = 4  # bytes of an fp32 number
+MICRO_BATCHES = 16384, 8192, 4096  # tokens of a micro-batch to choose from, and the first where nothing is planned
+# Predicted times on an H100, in products of one token with all weights (2 us for 1B parameters at half the peak): what
+# a micro-batch adds (gradients added in fp32, launches), also with sharded weights over NVLink; and a decode step of
+# few lanes, which reads all weights.
+PASS, PASS_SHARDED, DECODE_STEP = 1_000, 10_000, 500
 # The phases of a step with the highest memory use.
 TIMES = {
     "draw": "while completions are drawn",
@@ -77,16 +83,28 @@ class MemoryPlan:
 
     parts: list[Part]  # all except keys and values
     slots: Part  # keys and values of `lanes`
-    lanes: int  # completions that draw at the same time, as many as the rollouts can use within their share
     one_group: int  # minimum bytes of keys and values, for one group
     share: float  # maximum share of the remaining memory for keys and values
     room: float  # available bytes; infinite if unknown
-    checkpointing: bool  # whether the backward pass recomputes layers
-    why: str  # the reason for `checkpointing`, for the table
+    lanes: int  # completions that draw at the same time, as many as the rollouts can use within their share
+    tokens: int  # maximum tokens of a micro-batch
+    recomputed: int  # layers that the backward pass recomputes: the first ones
+    cost: float  # predicted time of a step, to compare plans of the same run
+    why: str = ""  # the reason for `tokens` and `recomputed`, for the table
     ranks: int = 1
     parallel: str = "ddp"
     chosen: str = ""  # the reason for `parallel`, for the table
     instead: Mapping[str, int] = field(default_factory=dict)  # `least` with other flags, if the run does not fit
+
+    @property
+    def checkpointing(self) -> bool:
+        """Whether the backward pass recomputes layers."""
+        return self.recomputed > 0
+
+    @property
+    def ample(self) -> bool:
+        """Whether keys and values of all `lanes` fit within their share."""
+        return self.slots.bytes <= self.share * (self.room - self.fixed)
 
     @property
     def needed(self) -> int:
@@ -130,10 +148,10 @@ class MemoryPlan:
         if not math.isinf(self.room):
             about += f"; of {gib(self.room)} available"
         rows.append(("peak", f"{gib(self.needed):>11}   {about}".rstrip()))
-        rows.append(("gradient checkpointing", f"{'on' if self.checkpointing else 'off':>11}   {self.why}"))
-        return rows + [("parallel", f"{self.parallel:>11}   {self.chosen}")] * (
-            self.ranks > 1 or self.parallel != "ddp"
-        )
+        on = f"{self.recomputed} layers" if self.checkpointing else "off"
+        rows.append(("gradient checkpointing", f"{on:>11}   {self.tokens:,} tokens of a micro-batch; {self.why}"))
+        sharded = self.ranks > 1 or self.parallel != "ddp"
+        return rows + [("parallel", f"{self.parallel:>11}   {self.chosen}")] * sharded
 
     def check(self) -> None:
         """Raise a ValueError if the run does not fit."""
@@ -166,17 +184,19 @@ def gib(count: float) -> str:
 
 
 def activation_bytes(
-    model: PreTrainedModel, dtype: torch.dtype, tokens: int, *, checkpointing: bool, fused: bool = False
+    model: PreTrainedModel, dtype: torch.dtype, tokens: int, *, recomputed: int, fused: bool = False
 ) -> tuple[int, int, int]:
     """Compute an upper bound on the bytes of a micro-batch's activations.
 
-    Returns three numbers. The first is kept by the layers for the backward pass. The second is held by the last norm
-    and the head until then. The third is added by the backward of one layer, with its recomputed activations.
+    The backward pass recomputes the first `recomputed` layers. Returns three numbers. The first is kept by the layers
+    for the backward pass. The second is held by the last norm and the head until then. The third is added by the
+    backward of one layer, with its recomputed activations.
     """
     config, b = model.config.get_text_config(), dtype.itemsize
     h, layer = config.hidden_size, _layer_bytes(model, b, fused)
-    kept = config.num_hidden_layers * (b * h if checkpointing else layer)
-    backward = b * (3 * _mlp_width(config)[0] + 2 * h) + 8 * h + layer * checkpointing
+    kept = recomputed * b * h + (config.num_hidden_layers - recomputed) * layer
+    # Layers that are not recomputed are the last ones. Their activations are gone when the first is recomputed.
+    backward = b * (3 * _mlp_width(config)[0] + 2 * h) + 8 * h + layer * (recomputed == config.num_hidden_layers)
     return tokens * kept, tokens * 2 * (4 + b) * h, tokens * backward
 
 
@@ -240,40 +260,79 @@ class _Planner:
         self.config, self.model, self.dtype, self.device = config, model, dtype, device
         self.prompt_tokens, self.room, self.ranks, self.parallel = prompt_tokens, room, ranks, parallel
         self.judges, self.count, self.sharded = judges, Count.of(model), parallel == "fsdp2"
-        self.grpo, self.requests, self.most = isinstance(config, GRPOConfig), [], 0
+        self.token_bytes = functools.cache(self._token_bytes)
+        self.grpo, self.requests, self.fewest, self.most = isinstance(config, GRPOConfig), [], 0, 0
+        self.in_all = math.inf  # tokens of a step; the lengths of examples are not yet known
         if self.grpo:
             group, hf = [config.max_completion_length] * config.num_generations, config.rollout_backend == "hf"
             self.requests = [(prompt_tokens, group)] * -(-config.oversampled(config.prompts_per_step) // ranks)
             most = config.max_num_seqs or max(HFBackend.MOST if hf else MOST_LANES, len(group))
             self.most = min(most, len(self.requests) * len(group))
+            self.fewest = min(self.most, len(group))
+            self.in_all = -(-config.prompts_per_step // ranks) * (prompt_tokens + sum(group))
             copied, width = copied_tokens(self.requests, most), head_dim(model.config.get_text_config())
             # The hf backend copies the prompt for each completion, like sdpa.
             self.flat = hf or choose_provider("auto", device, dtype, width, copied) == "sdpa"
 
     def plan(self) -> MemoryPlan:
-        """Make the plan. On a GPU, auto turns gradient checkpointing on unless all activations fit without it."""
-        config, fewest = self.config, min(self.most, len(self.requests[0][1])) if self.requests else 0
-        share = 1.0 if config.rollout_backend == "hf" else config.rollout_memory_utilization
-        parts = [*self._weights(), *self._gathered(), self._reference(), *self._head()]
+        """Plan all choices of the micro-batch and of recomputed layers, and return the cheapest that fits."""
+        parts = [*self._weights(), *self._gathered(), self._reference()]
         parts += [Part("reward models", self.judges, "their weights")] * (self.judges > 0)
-        one_group, activations = self._slots(fewest).bytes, functools.cache(self._activations)
+        on, stated = self.config.gradient_checkpointing, self.config.max_tokens_per_microbatch
+        every, sizes = self.model.config.get_text_config().num_hidden_layers, (stated,) if stated else MICRO_BATCHES
+        counts, why = range(every + 1), ""
+        if on != "auto":
+            counts, why = [every * on], "set by gradient_checkpointing"
+        if self.device.type == "cpu" and math.isinf(self.room):
+            sizes, counts, why = sizes[:1], counts[-1:], why or "auto is on on a CPU"
+        made = []
+        for tokens in sizes:
+            for recomputed in counts:
+                made.append(self._planned([*parts, *self._head(tokens)], tokens, recomputed))
+                if made[-1].ample and made[-1].lanes == self.most:
+                    break  # to recompute more layers only takes more time
+        best = min(made, key=lambda plan: (not plan.ample, plan.cost if plan.ample else plan.needed))
+        if not why and not best.ample:
+            why = "this needs the least memory"
+        elif not why and best is made[0]:
+            why = "all activations fit"
+        elif not why:
+            problem = f"need {gib(made[0].needed)}"
+            if made[0].ample:
+                problem = f"draw only {made[0].lanes:,} of {self.most:,} completions at the same time"
+            why = f"the cheapest that fits: {sizes[0]:,} tokens without it {problem}"
+        return dataclasses.replace(best, why=why)
 
-        def planned(lanes, on, why=""):
-            held, slots = [*parts, *self._decode_step(lanes), *activations(on)], self._slots(lanes)
-            return MemoryPlan(held, slots, lanes, one_group, share, self.room, on, why, self.ranks, self.parallel)
+    def _planned(self, parts, tokens, recomputed):
+        """Plan a run with this micro-batch and number of recomputed layers, and as many lanes as fit."""
+        fewest, activations = self.fewest, self._activations(tokens, recomputed)
+        share = 1.0 if self.config.rollout_backend == "hf" else self.config.rollout_memory_utilization
+        one_group = self._slots(fewest).bytes
 
-        def fits(lanes, on):
-            made = planned(lanes, on)
-            return made.slots.bytes <= share * (self.room - made.fixed)
+        def of(lanes):
+            held = [*parts, *self._decode_step(lanes), *activations]
+            slots, cost = self._slots(lanes), self._cost(tokens, recomputed, lanes)
+            choice = {"lanes": lanes, "tokens": tokens, "recomputed": recomputed, "cost": cost}
+            return MemoryPlan(
+                held, slots, one_group, share, self.room, ranks=self.ranks, parallel=self.parallel, **choice
+            )
 
-        on, why = config.gradient_checkpointing, "set by gradient_checkpointing"
-        if on == "auto" and self.device.type == "cpu" and math.isinf(self.room):
-            on, why = True, "auto is on on a CPU"
-        elif on == "auto":
-            on = not fits(self.most, False)
-            why = f"the activations of all layers {'would not fit' if on else 'fit'} beside all other parts"
         more = range(fewest + 1, self.most + 1)
-        return planned(fewest + bisect_left(more, True, key=lambda lanes: not fits(lanes, on)), on, why)
+        return of(fewest + bisect_left(more, True, key=lambda lanes: not of(lanes).ample))
+
+    def _cost(self, tokens, recomputed, lanes):
+        """Predict the time of updates and decode steps, in products of one token with all weights."""
+        layers, products = self.model.config.get_text_config().num_hidden_layers, 4 if self.count.adapters else 6
+        token = products + 2 * recomputed / layers + (PASS_SHARDED if self.sharded else PASS) / tokens
+        if not self.grpo:
+            return token
+        steps = self.config.max_completion_length * self.most / lanes
+        return self.config.num_iterations * self.in_all * token + steps * DECODE_STEP
+
+    def _token_bytes(self, recomputed):
+        """Return `activation_bytes` of one token."""
+        fused = would_apply(self.model, self.config.use_liger_kernel, self.device)
+        return activation_bytes(self.model, self.dtype, 1, recomputed=recomputed, fused=fused)
 
     def _slots(self, lanes):
         """Compute the part of keys and values of so many completions at the same time."""
@@ -381,8 +440,8 @@ class _Planner:
         how = "a copy of the policy" + f" / {devices} devices" * self.sharded
         return Part("reference", math.ceil(size / devices), how)
 
-    def _head(self):
-        """Compute the parts of the head."""
+    def _head(self, tokens):
+        """Compute the parts of the head for micro-batches of so many tokens."""
         config, weight = self.config, self.model.get_output_embeddings().weight
         vocabulary, hidden = weight.shape
         # Without Triton: the logits; with the full KL, the reference's logits and as many temporaries; with a soft-cap,
@@ -395,7 +454,7 @@ class _Planner:
             from fastgrpo.kernels.launch import CHUNK_ROWS
 
             chunk, logit = CHUNK_ROWS, self.dtype.itemsize
-        chunk = min(chunk, config.max_tokens_per_microbatch)
+        chunk = min(chunk, tokens)
         gradient = vocabulary * hidden * FP32 * weight.requires_grad
         # Autograd keeps the gradient of a tied head until the end; fsdp2 reduces it with the embedding's gradient.
         held = self.sharded or weight is self.model.get_input_embeddings().weight
@@ -406,17 +465,13 @@ class _Planner:
             Part("head's gradient", gradient, how, ("head", "layers") if held else ("head",)),
         ]
 
-    def _activations(self, checkpointing):
-        """Compute the parts of the activations of the largest micro-batch. Lengths of examples are not yet known."""
-        config, supervised, in_all = self.config, not self.grpo, math.inf
-        if self.grpo:
-            prompts = -(-config.prompts_per_step // self.ranks)
-            in_all = prompts * (self.prompt_tokens + config.num_generations * config.max_completion_length)
-        longest = self.prompt_tokens + config.max_completion_length  # a sample above the budget gets its own pass
-        tokens = max(min(config.max_tokens_per_microbatch, in_all), longest)
-        fused = would_apply(self.model, config.use_liger_kernel, self.device)
-        sizes = activation_bytes(self.model, self.dtype, tokens, checkpointing=checkpointing, fused=fused)
-        again = ", with layers recomputed" if checkpointing else ""
+    def _activations(self, tokens, recomputed):
+        """Compute the parts of the activations of the largest micro-batch."""
+        supervised = not self.grpo
+        longest = self.prompt_tokens + self.config.max_completion_length  # a sample above the budget gets its own pass
+        tokens = max(min(tokens, self.in_all), longest)
+        sizes = [tokens * size for size in self.token_bytes(recomputed)]
+        again = f", with {recomputed} layers recomputed" if recomputed else ""
         many = f"{'at most ' * supervised}{tokens:,} tokens"
         return [
             Part("activations", sizes[0], f"{many} of a micro-batch{again}", ("head", "layers"), supervised),
@@ -450,8 +505,9 @@ def plan(
     made = dataclasses.replace(whole if parallel == "ddp" else of(config, parallel), chosen=chosen)
     if made.fits:
         return made
-    chosen, instead = dataclasses.replace(config, gradient_checkpointing=made.checkpointing), {}
-    for flag, settings in _changes(config, ranks).items():
+    auto = {"gradient_checkpointing": made.checkpointing, "max_tokens_per_microbatch": made.tokens}
+    chosen, instead = dataclasses.replace(config, **auto), {}
+    for flag, settings in _changes(chosen, ranks).items():
         try:
             changed, without = dataclasses.replace(chosen, **settings), "reward_model_kwargs" in settings
             other = of(changed, sharing(settings.get("parallel", parallel)), 0 if without else judges)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data.rows import Rows, as_rows
@@ -207,6 +208,8 @@ def make_policy(
         use_attention(args.attention, policy.device, policy.dtype, head_dim(policy.shape))
     elif args.attention != "auto":
         raise ValueError(f"attention={args.attention!r} has no effect on a model's own attention; use attention='auto'")
+    if plan:
+        keep_activations(policy.module, plan.recomputed)
     if policy.device.type == "cpu":
         keep_freed_memory()
     if isinstance(model, PreTrainedModel):
@@ -235,6 +238,13 @@ def make_policy(
             cpu_offload=args.parallel == "fsdp2_offload",
         )
     return Made(policy, tokenizer, plan, digest if args.keeps_first_weights else None, parallel, why, wrapper)
+
+
+def keep_activations(model: PreTrainedModel, recomputed: int) -> None:
+    """Turn gradient checkpointing off for all layers of a model but the first ones."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers[recomputed:]:
+        layer.gradient_checkpointing = False
 
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from <malloc.h>

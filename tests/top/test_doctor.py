@@ -36,7 +36,7 @@ def test_a_run_that_does_not_fit_gets_its_remedies(tmp_path):
     assert "does not fit" not in doctor.memory(argv)
     text = doctor.memory(argv, room=2**20)
     assert "of 1.00 MiB available" in text
-    assert re.search(r"this does not fit: the run needs at least .*\n  --max_tokens_per_microbatch 8192 saves", text)
+    assert re.search(r"this does not fit: the run needs at least .*\n  --max_tokens_per_microbatch 2048 saves", text)
 
 
 @pytest.mark.slow

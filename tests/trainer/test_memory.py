@@ -27,6 +27,7 @@ from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.trainer import setup
 from fastgrpo.trainer.memory import activation_bytes, plan, plan_run
 from fastgrpo.trainer.optim import MasterAdamW
+from fastgrpo.trainer.setup import keep_activations
 
 CPU, CUDA, GIB = torch.device("cpu"), torch.device("cuda"), 2**30
 
@@ -108,20 +109,22 @@ def kept(model, batch):
 
 
 @pytest.mark.parametrize(
-    "architecture, dtype, checkpointing",
-    [("qwen3", torch.bfloat16, False), ("llama", torch.float32, False), ("qwen2", torch.bfloat16, True)],
+    "architecture, dtype, layers, recomputed",
+    [
+        ("qwen3", torch.bfloat16, (1, 3), (0, 0)),
+        ("llama", torch.float32, (1, 3), (0, 0)),
+        ("qwen2", torch.bfloat16, (1, 3), (1, 3)),
+        ("llama", torch.float32, (2, 4), (1, 2)),
+    ],
 )
-def test_the_activations_are_those_that_autograd_keeps(architecture, dtype, checkpointing):
-    batch = Batch.pack([Sample(list(range(5, 25)), [7] * 30, 1.0)] * 4, "cpu")
-    models = [
-        tiny.model(architecture, num_hidden_layers=layers, gradient_checkpointing=checkpointing).to(dtype)
-        for layers in (1, 3)
-    ]
-    one, three = (kept(model, batch) for model in models)
-    tokens = len(batch.input_ids)
-    formula = [activation_bytes(model, dtype, tokens, checkpointing=checkpointing, fused=False)[0] for model in models]
-    layer = tokens * 32 * dtype.itemsize if checkpointing else (formula[1] - formula[0]) / 2
-    assert (three - one) / 2 == layer
+def test_the_activations_are_those_that_autograd_keeps(architecture, dtype, layers, recomputed):
+    batch, found, formula = Batch.pack([Sample(list(range(5, 25)), [7] * 30, 1.0)] * 4, "cpu"), [], []
+    for count, first in zip(layers, recomputed, strict=True):
+        model = tiny.model(architecture, num_hidden_layers=count, gradient_checkpointing=first > 0).to(dtype)
+        keep_activations(model, first)
+        found.append(kept(model, batch))
+        formula.append(activation_bytes(model, dtype, len(batch.input_ids), recomputed=first)[0])
+    assert found[1] - found[0] == formula[1] - formula[0]
 
 
 @pytest.mark.parametrize("kl, softcap, chunks", [("full", None, 3), ("full", 30.0, 4), ("k3", 30.0, 2)])
@@ -149,15 +152,15 @@ def test_peaks_at_different_times_are_not_added(planned):
 @pytest.mark.parametrize("name", ["0.5B", "1.5B", "7B"])
 def test_as_many_completions_draw_as_a_step_has_or_fit_into_memory(name):
     """The CUDA graphs keep the logits of a decode step, so the update has less memory."""
-    before = 0
+    before, update = 0, {"max_tokens_per_microbatch": 4096, "gradient_checkpointing": True}
     for gigabytes in (24, 40, 80, 141):
-        made = planned_on(name, gigabytes)
+        made = planned_on(name, gigabytes, **update)
         assert made.fits == (made.needed <= made.room) and before <= made.lanes <= 1024
-        one_more = planned_on(name, gigabytes, max_num_seqs=min(made.lanes + 1, 1024))
-        assert one_more.lanes == made.lanes == (planned_on(name, gigabytes, max_num_seqs=made.lanes).lanes)
+        for most in (made.lanes, min(made.lanes + 1, 1024)):
+            assert planned_on(name, gigabytes, max_num_seqs=most, **update).lanes == made.lanes
         held, before = sizes(made), made.lanes
         assert held["logits of a decode step"] == made.lanes * outlined(name).vocab_size * 4
-        eager = planned_on(name, gigabytes, rollout_backend="eager", max_num_seqs=made.lanes)
+        eager = planned_on(name, gigabytes, rollout_backend="eager", max_num_seqs=made.lanes, **update)
         assert made.passing - eager.passing == held["logits of a decode step"] + held["CUDA graphs"]
     assert (before == 1024) == (name != "7B")
     assert planned_on(name, 141, prompts_per_step=8, num_generations=4).lanes == 32
@@ -171,12 +174,29 @@ def test_a_run_that_does_not_fit_is_refused_with_flags_that_help(planned):
     assert {"--ref_storage cpu saves 14.19 GiB", "--beta 0 saves 14.19 GiB"} <= set(others)
 
 
-def test_gradient_checkpointing_is_chosen_by_memory(planned):
-    plenty, scarce = (planned("0.5B", room=room * GIB) for room in (80, 24))
-    assert not plenty.checkpointing and scarce.checkpointing
+@pytest.mark.parametrize(
+    "name, gigabytes, settings, tokens, recomputed",
+    [
+        ("0.5B", 80, {}, 16384, range(1)),
+        ("1.5B", 40, {}, 4096, range(1, 28)),
+        ("1.5B", 40, {"max_tokens_per_microbatch": 16384}, 16384, range(28, 29)),
+        ("0.5B", 24, {"gradient_checkpointing": True}, 16384, range(24, 25)),
+        ("7B, LoRA", 80, {"prompts_per_step": 32, "num_generations": 8}, 8192, range(1)),
+    ],
+)
+def test_the_cheapest_micro_batch_and_recomputation_that_fit_are_chosen(name, gigabytes, settings, tokens, recomputed):
+    made = planned_on(name, gigabytes, **settings)
+    assert made.fits and made.tokens == tokens and made.recomputed in recomputed, made.rows()
+    assert f"{tokens:,} tokens of a micro-batch" in dict(made.rows())["gradient checkpointing"]
+    if tokens < 16384:
+        assert "the cheapest that fits: 16,384 tokens without it" in made.why
+
+
+def test_gradient_checkpointing_follows_its_setting(planned):
     for wanted in (True, False):
         assert planned("0.5B", gradient_checkpointing=wanted).checkpointing is wanted
-    assert planned("0.5B", room=math.inf).checkpointing  # auto is on on a CPU
+    made = planned("0.5B", room=math.inf)  # auto is on on a CPU
+    assert (made.recomputed, made.tokens) == (24, 16384)
 
 
 def test_reward_models_on_the_policys_device_take_their_place():
