@@ -212,6 +212,7 @@ SAME = {**dict.fromkeys(_PLAIN.split(), ""),
     "gradient_checkpointing": "auto is True on a CPU, and on a GPU if activations do not fit into memory.",
     "use_liger_kernel": "None uses liger-kernel on a GPU if it is installed. On a CPU, and in the loss, it is never "
     "used.",
+    "optim": "adamw_torch_fused means adamw_torch, adamw_bnb_8bit means adamw_8bit.",
     "disable_tqdm": "None means False.",
     "log_completions": "True also writes all completions to samples.jsonl.",
     "num_completions_to_print": "Prints the first N; TRL prints N at random.",
@@ -224,7 +225,7 @@ SAME = {**dict.fromkeys(_PLAIN.split(), ""),
 }
 # TRL's defaults of settings whose default differs here.
 OTHER_DEFAULTS = {"gradient_checkpointing": True, "use_liger_kernel": False, "disable_tqdm": None,
-                  "report_to": "none", "eval_on_start": False, "reward_weights": None}
+                  "report_to": "none", "eval_on_start": False, "reward_weights": None, "optim": "adamw_torch_fused"}
 # Arguments that have no effect on results, and why.
 IDLE = [
     ("cast_lm_head_to_fp32", "Logits are computed in float32 from weights in any dtype."),
@@ -261,7 +262,7 @@ IDLE = [
 REFUSED = [
     ("use_vllm", "leave it out: the engine generates completions in this process"),
     ("deepspeed fsdp fsdp_config parallelism_config accelerator_config", "use parallel='fsdp2' under torchrun"),
-    ("optim optim_args optim_target_modules", "use optim='adamw_torch': AdamW with float32 master weights"),
+    ("optim_args optim_target_modules", "leave it out: optim needs no arguments"),
     ("torch_compile torch_compile_backend torch_compile_mode liger_kernel_config",
      "leave it out: head, loss and rollout have their own kernels"),
     ("auto_find_batch_size", "lower max_tokens_per_microbatch if memory runs out; results differ only by rounding"),
@@ -281,8 +282,7 @@ REFUSED = [
     ("max_prompt_length", "drop rows with long prompts: prompts are never truncated"),
 ]
 # Values of refused arguments that are accepted, besides those that are off.
-ACCEPTED = {"optim": ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused"),
-            "hub_strategy": ("every_save", "end")}
+ACCEPTED = {"hub_strategy": ("every_save", "end")}
 # fmt: on
 # Arguments of earlier versions of TRL and transformers.
 OLDER = {"logging_dir", "max_prompt_length", "save_safetensors", "warmup_ratio"}
@@ -295,4 +295,8 @@ VALUES = {
     "scale_rewards": lambda value: {True: "group", False: "none"}[value] if isinstance(value, bool) else value,
     "report_to": lambda value: None if value == [] else value,
     "disable_tqdm": lambda value: False if value is None else value,
+    "optim": lambda value: {
+        "adamw_bnb_8bit": "adamw_8bit",
+        **dict.fromkeys(("adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw_torch"),
+    }.get(value, value),
 }

@@ -49,6 +49,8 @@ def check_packages(config: Any) -> None:
     if storage in ("int8", "nf4"):
         package = "torchao" if storage == "int8" else "bitsandbytes"
         needed[package] = (f"ref_storage={storage}", "'fastgrpo[quantization]'")
+    if getattr(config, "optim", None) == "adamw_8bit":
+        needed["bitsandbytes"] = ("optim=adamw_8bit", "'fastgrpo[quantization]'")
     for package, (setting, source) in needed.items():
         if find_spec(package) is None:
             raise ValueError(f"{setting} needs {package}: pip install {source}")

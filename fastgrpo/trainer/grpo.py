@@ -168,7 +168,7 @@ class GRPOTrainer:
         self.sampling = SamplingParams(max_tokens=args.max_completion_length, stop_token_ids=stops)
         self.optimizer = MasterAdamW(
             self.policy.module, learning_rate=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2),
-            eps=args.adam_epsilon, weight_decay=args.weight_decay,
+            eps=args.adam_epsilon, weight_decay=args.weight_decay, optim=args.optim,
         )  # fmt: skip
         self.schedule = make_schedule(
             self.optimizer, args.lr_scheduler_type, warmup_steps=args.warmup_steps,

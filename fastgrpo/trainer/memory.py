@@ -371,11 +371,12 @@ class _Planner:
         count, b, parts = self.count, self.dtype.itemsize, []
         masters = FP32 * (self.dtype != torch.float32)
         stored = FP32 if self.sharded and count.trained else b
-        states = 2 * FP32 + masters * (not self.sharded)
+        moments = 2 * (1 if self.config.optim == "adamw_8bit" else FP32)
+        states = moments + masters * (not self.sharded)
         for name, numbers, each, of_adapter in (
             ("policy", count.base, stored, b),
             ("gradients", count.trained, FP32, FP32),
-            ("optimizer", count.trained, states, 2 * FP32 + masters),
+            ("optimizer", count.trained, states, moments + masters),
         ):
             size, how = numbers * each, f"{numbers:,} x {each} bytes"
             if self.sharded:
@@ -537,6 +538,8 @@ def _changes(config, ranks):
     }
     if config.rollout_backend in ("auto", "fast"):
         changes["--rollout_backend eager"] = {"rollout_backend": "eager"}
+    if ranks == 1 and config.parallel in ("auto", "ddp"):
+        changes["--optim adamw_8bit"] = {"optim": "adamw_8bit"}
     ways = ("fsdp2", "fsdp2_offload") if ranks > 1 else ("fsdp2_offload",)
     return changes | {f"--parallel {way}": {"parallel": way} for way in ways}
 

@@ -6,6 +6,7 @@ gradients and moments. After each step the masters are copied into the module's 
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -17,8 +18,6 @@ from transformers import get_scheduler
 from fastgrpo.policy.shard import fill, local
 from fastgrpo.ranks import Ranks
 
-PARTS = ("master", "exp_avg", "exp_avg_sq", "step")  # state of each parameter
-
 
 class MasterAdamW:
     """AdamW (arXiv 1711.05101) over a module's trainable parameters, with an fp32 master of each one below fp32.
@@ -27,6 +26,9 @@ class MasterAdamW:
     the accumulation over micro-batches is exact to fp32, and there is no second copy of the gradients.
 
     The parameters of a sharded policy are fp32 shards and their own masters. Gradients and moments are sharded too.
+
+    With `optim` "adamw_8bit", bitsandbytes keeps the moments in blocks of 256 8-bit numbers, those of parameters with
+    fewer than 4096 numbers in fp32 (arXiv 2110.02861). It waits for the device in each step.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class MasterAdamW:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        optim: str = "adamw_torch",
     ) -> None:
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not named:
@@ -51,9 +54,18 @@ class MasterAdamW:
         self.names, self.masters = list(named), masters
         # All of them are sharded or none: adapters are never sharded, and are trained without other weights.
         self.sharded = isinstance(masters[0], DTensor)
-        self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True
-        )
+        settings = {"params": [group for group in groups if group["params"]], "lr": learning_rate, "betas": betas}
+        self.fused = optim == "adamw_torch"
+        if self.fused:
+            self.adamw = torch.optim.AdamW(**settings, eps=eps, fused=True)
+            return
+        if self.sharded:
+            raise ValueError(
+                "optim=adamw_8bit cannot update sharded weights; use --optim adamw_torch or --parallel ddp"
+            )
+        from bitsandbytes.optim import AdamW8bit
+
+        self.adamw = AdamW8bit(**settings, eps=eps)
 
     def _master(self, parameter):
         if parameter.dtype in (torch.float32, torch.float64):
@@ -100,16 +112,17 @@ class MasterAdamW:
     def step(self, max_grad_norm: float = 0.0, loss: torch.Tensor | None = None) -> torch.Tensor:
         """Clip the gradients, update the masters, and copy them into the module.
 
-        If the gradient norm or the loss is not finite, the update is skipped: weights and moments do not change. The
-        device decides this, without a sync.
+        If the gradient norm or the loss is not finite, the update is skipped: weights and moments do not change. With
+        fused AdamW the device decides this, without a sync.
         """
         norm = self._clip(max_grad_norm if max_grad_norm > 0 else torch.inf)
         norm = norm.to(self.masters[0].device)  # without any gradient, torch returns the norm on the CPU
         finite = norm.isfinite() if loss is None else norm.isfinite() & loss.isfinite()
         self.adamw.found_inf = (~finite).float()  # if this is 1, fused AdamW changes nothing
-        self.adamw.step()
+        if self.fused or finite:
+            self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        if self.sharded:  # fused AdamW increments the versions of plain tensors only
+        if self.sharded or not self.fused:  # fused AdamW increments the versions of plain tensors only
             torch.autograd.graph.increment_version(self.masters)
         self.to_module()
         return torch.where(finite, norm, torch.nan)
@@ -129,18 +142,20 @@ class MasterAdamW:
 
     def bytes_to_come(self, device: torch.device) -> int:
         """Return the bytes still to allocate on a device for gradients and, before the first step, moments."""
-        states = [self.adamw.state.get(master, {}) for master in self.masters]
-        missing = [sum(name not in state for name in ("exp_avg", "exp_avg_sq")) for state in states]
-        parts = [local(master.detach()) for master in self.masters]
-        sizes = [part.nbytes * (part.device.type == device.type) for part in parts]
-        return sum(
-            size * (count + (master.grad is None))
-            for size, master, count in zip(sizes, self.masters, missing, strict=True)
-        )
+        moments = 2 if self.fused else 0.5  # as a share of the bytes of a master
+        come = 0
+        for master in self.masters:
+            part = local(master.detach())
+            if part.device.type == device.type:
+                come += part.nbytes * (moments * (not self.adamw.state.get(master)) + (master.grad is None))
+        return math.ceil(come)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fp32 masters of the parameters below fp32, and the state of AdamW."""
-        return {"masters": [master.detach() for _, master in self.pairs], "adamw": self.adamw.state_dict()}
+        return {
+            "masters": [master.detach() for _, master in self.pairs],
+            "adamw": torch.optim.Optimizer.state_dict(self.adamw),
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -160,8 +175,11 @@ class MasterAdamW:
             fill(master, saved)
         for index, saved in moments.items():
             mine = self._moments(of_groups[index])
-            for name, tensor in mine.items():
-                fill(tensor, saved[name])
+            for name, value in mine.items():
+                if isinstance(value, torch.Tensor):
+                    fill(value, saved[name])
+                else:  # the count of steps, with bitsandbytes
+                    mine[name] = saved[name]
         self._take_over(groups)
 
     def named_state(self) -> dict[str, Any]:
@@ -176,21 +194,29 @@ class MasterAdamW:
     def make_room(self, names: Collection[str]) -> None:
         """Allocate the moments of a saved state, so that `named_state` returns the tensors to fill."""
         masters = dict(zip(self.names, self.masters, strict=True))
-        saved = {part: {name for kind, _, name in (n.partition(".") for n in names) if kind == part} for part in PARTS}
-        if saved["master"] != masters.keys() or not saved["step"] <= masters.keys():
+        moment = "exp_avg" if self.fused else "state1"
+        saved = defaultdict(set)
+        for kind, _, name in (n.partition(".") for n in names):
+            saved[kind].add(name)
+        if saved["master"] != masters.keys() or not saved[moment] <= masters.keys():
             raise ValueError("the state of the optimizer belongs to other parameters than the policy's")
-        for name in saved["step"]:
+        for name in saved[moment]:
             self._moments(masters[name])
 
     @torch.no_grad()
     def load_named_state(self, state: dict[str, Any]) -> None:
         """Restore the settings of AdamW, after its tensors were filled in place, and copy the masters to the module."""
         self._take_over(state["groups"])
+        for name, master in zip(self.names, self.masters, strict=True):
+            if f"step.{name}" in state:  # a number, with bitsandbytes
+                self.adamw.state[master]["step"] = state[f"step.{name}"]
         self.to_module()
 
     def _moments(self, master):
         """Return the state of AdamW for a master. If missing, initialize it as AdamW does."""
-        if not self.adamw.state[master]:
+        if not self.adamw.state[master] and not self.fused:
+            self.adamw.init_state(self.adamw.param_groups[0], master, 0, 0)
+        elif not self.adamw.state[master]:
             step = torch.zeros((), dtype=torch.float32, device=master.device)
             moments = (torch.zeros_like(master, memory_format=torch.preserve_format) for _ in range(2))
             self.adamw.state[master] = dict(zip(("step", "exp_avg", "exp_avg_sq"), (step, *moments), strict=True))

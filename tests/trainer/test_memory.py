@@ -253,6 +253,11 @@ def test_one_gpu_is_told_that_a_large_model_fits_with_shards_in_host_memory(plan
     assert planned("7B", parallel="fsdp2_offload").fits
 
 
+def test_8_bit_moments_save_6_bytes_of_each_trained_parameter(planned):
+    full, small = (sizes(planned("1.5B", optim=optim)) for optim in ("adamw_torch", "adamw_8bit"))
+    assert full["optimizer"] - small["optimizer"] == 6 * outlined("1.5B").num_parameters()
+
+
 def test_the_device_with_the_least_room_decides_for_all(planned, tmp_path):
     outlined("1.5B").config.save_pretrained(tmp_path)
     config = GRPOConfig(device="cpu", dtype="bfloat16")

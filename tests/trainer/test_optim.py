@@ -1,5 +1,7 @@
 """fp32 masters, clipping, schedules."""
 
+import copy
+
 import pytest
 import tiny
 import torch
@@ -47,6 +49,65 @@ def test_micro_batches_accumulate_in_fp32():
     for value in [1.0] + [2**-9] * 64:  # each of the 64 alone would be rounded away next to 1
         (layer.weight.sum() * value).backward()
     assert optimizer.masters[0].grad.item() == 1 + 64 * 2**-9
+
+
+def step_8bit(optimizer, model, seed, factor=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    sum((p.float() * torch.randn(p.shape, generator=generator)).sum() for p in model.parameters()).mul(
+        factor
+    ).backward()
+    return optimizer.step()
+
+
+def state_of(optimizer):
+    """Every tensor and count, by name."""
+    return {name: value for name, value in optimizer.named_state().items() if name != "groups"}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
+        for name, value in one.items()
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_8_bit_moments_train_skip_and_resume_to_the_bit(ranks):
+    """As one process saves its state, and as several do, whose tensors are filled in place."""
+    pytest.importorskip("bitsandbytes")
+    model, plain = (tiny.model(hidden_size=64).bfloat16() for _ in range(2))
+    optimizer = MasterAdamW(model, learning_rate=1e-3, weight_decay=0.1, optim="adamw_8bit")
+    exact = MasterAdamW(plain, learning_rate=1e-3, weight_decay=0.1)
+    start = torch.cat([master.detach().flatten() for master in optimizer.masters])
+    come = optimizer.bytes_to_come(torch.device("cpu"))
+    for seed in range(5):
+        step_8bit(optimizer, model, seed), step_8bit(exact, plain, seed)
+    held = [value for name, value in state_of(optimizer).items() if name.startswith("state")]
+    assert {value.dtype for value in held} == {torch.uint8, torch.float32}
+    assert come == 6 * len(start)  # an fp32 gradient and two moments of one byte
+    moved, expected = (torch.cat([m.detach().flatten() for m in o.masters]) - start for o in (optimizer, exact))
+    assert (moved - expected).norm() < 0.1 * expected.norm()
+
+    before = {name: copy.deepcopy(value) for name, value in state_of(optimizer).items()}
+    assert step_8bit(optimizer, model, 5, factor=torch.nan).isnan() and same(state_of(optimizer), before)
+
+    resumed = tiny.model(hidden_size=64).bfloat16()
+    resumed.load_state_dict(model.state_dict())
+    other = MasterAdamW(resumed, learning_rate=1.0, optim="adamw_8bit")
+    if ranks == 1:
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    else:
+        state = copy.deepcopy(optimizer.named_state())
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        other.make_room(set(tensors))
+        for name, value in other.named_state().items():
+            if isinstance(value, torch.Tensor):
+                value.copy_(tensors[name])
+        other.load_named_state({name: value for name, value in state.items() if name not in tensors})
+    assert same(state_of(other), before)
+    for each, of in ((optimizer, model), (other, resumed)):
+        step_8bit(each, of, 6)
+    assert same(state_of(other), state_of(optimizer))
 
 
 def rates_of(total, *how, **more):
