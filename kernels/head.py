@@ -432,7 +432,7 @@ def linear_exp_fwd(
     if by_descriptor:
         blocks = blocks_of(launch.exp_blocks(major, head.softcap is not None, head.bias is not None))
     else:
-        blocks = blocks_of(launch.exp_ptr_blocks(major, minor, plain))
+        blocks = blocks_of(launch.exp_ptr_blocks(major, minor, plain, guard=flags is not None))
     tiles = triton.cdiv(vocab, blocks.cols)
     outputs = [
         torch.empty(tiles, n, dtype=torch.float32, device=head.hidden.device) if wanted else None

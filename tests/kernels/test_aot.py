@@ -75,7 +75,7 @@ def pointer(capability, variant, depth):
 def rewriting_pointer(capability, use):
     kernel = head_kernels._linear_exp_ptr_fwd_kernel
     options = ("bias", "temperatures", "softcap") if use != "recompute" else ()
-    blocks = launch.exp_ptr_blocks(*divmod(capability, 10), use == "recompute")
+    blocks = launch.exp_ptr_blocks(*divmod(capability, 10), use == "recompute", guard=use == "guard")
     constants = sizes(blocks, LOOP=use == "guard", EVEN_K=True, GROUP_M=head_kernels.GROUP_M)
     left_out = {"guard": ("mix_ptr",), "entropy-gradient": ("flag_ptr",)}.get(use, ("mix_ptr", "flag_ptr"))
     constants |= absent(kernel, options, "total_ptr", *left_out)
