@@ -165,15 +165,15 @@ lint: $(VENV)/.installed
 
 $(VENV)/.installed: setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,integrations,rewards]'
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,integrations,rewards,serve]'
 	touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,integrations,rewards,bench]'
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,integrations,rewards,serve,bench]'
 	touch $@
 
 $(VENV)/.installed-slow: $(VENV)/.installed
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,integrations,rewards,bench,docs,release,gym]'
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,integrations,rewards,serve,bench,docs,release,gym]'
 	touch $@
 
 clean:

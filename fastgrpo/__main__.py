@@ -13,6 +13,7 @@ COMMANDS = {
     "distill": "write the correct completions of a policy to a file for sft",
     "evaluate": "compare models on held-out prompts",
     "chat": "chat with a model in the terminal",
+    "serve": "serve a model over HTTP, as OpenAI's API and vLLM do",
     "check": "find problems of a reward function or an environment",
     "doctor": "list packages, plan the memory of a run, check the kernels",
     "report": "write an HTML page that shows runs",

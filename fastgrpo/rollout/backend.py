@@ -22,10 +22,11 @@ class Request:
     """A prompt to complete.
 
     Attributes:
-        request_id: Its number. Seed and number together determine the random numbers of its draws.
+        request_id: Its number.
         prompt_ids: Token ids of the prompt.
         limits: Maximum number of tokens of each completion.
         sampling: Sampling parameters.
+        draw_key: Seed and key together determine the random numbers of its draws.
         dialogues: The turns of each completion, or None without tools.
     """
 
@@ -33,6 +34,7 @@ class Request:
     prompt_ids: list[int]
     limits: list[int]
     sampling: SamplingParams
+    draw_key: int
     dialogues: Sequence[Dialogue] | None = None
 
 
@@ -84,6 +86,7 @@ class RolloutBackend(ABC):
         request_id: int | None = None,
         max_tokens: Sequence[int] | None = None,
         dialogues: Sequence[Dialogue] | None = None,
+        draw_key: int | None = None,
     ) -> int:
         """Queue n completions of a prompt.
 
@@ -91,10 +94,10 @@ class RolloutBackend(ABC):
             prompt_ids: Token ids of the prompt.
             n: Number of completions.
             sampling: Sampling parameters. All requests in flight must have the same, except seed and max_tokens.
-            request_id: Number of the request, from 0 to 2^63 - 1. Seed and number together determine the random numbers
-                of its draws. None means the next number.
+            request_id: Number of the request, from 0 to 2^63 - 1. None means the next number.
             max_tokens: n limits, one per completion, over all its turns. None means the limit of `sampling` for all.
             dialogues: n objects that answer the turns of the completions. None means that the first turn is the last.
+            draw_key: Seed and key together determine the random numbers of the draws. None means request_id.
 
         Returns:
             The request_id.
@@ -109,7 +112,8 @@ class RolloutBackend(ABC):
         n = integer(n, "num_generations")
         limits = [sampling.max_tokens] * n if max_tokens is None else integers(max_tokens, "max_tokens")
         ids = integers(prompt_ids, f"the token ids of prompt {request_id}")
-        request = Request(request_id, ids, limits, sampling, dialogues)
+        key = request_id if draw_key is None else draw_key
+        request = Request(request_id, ids, limits, sampling, key, dialogues)
         self._check(request, n)
         if not self.unfinished:
             self.live_lanes = []

@@ -18,7 +18,7 @@ completion, V vocabulary.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -228,21 +228,25 @@ class Lanes:
         self.logps.zero_()
         self.spoilt = False
 
-    def take(self, lanes: list[int]) -> list[tuple[list[int], torch.Tensor, torch.Tensor | None]]:
+    def take(
+        self, lanes: list[int], starts: list[int] | None = None
+    ) -> list[tuple[list[int], torch.Tensor, torch.Tensor | None]]:
         """Copy completions of the last snapshot to the host, and set `spoilt` if a log-prob is not finite.
 
-        Returns for each lane its token ids, their fp32 log-probs, and the probability mass that the filters kept. The
-        latter is None if it was not recorded.
+        Returns for each lane its token ids from `starts` on, their fp32 log-probs, and the probability mass that the
+        filters kept. The latter is None if it was not recorded.
         """
+        first = torch.tensor(starts or [0] * len(lanes))
         with torch.cuda.stream(self.copies):  # does not wait for the steps behind the snapshot
             if self.copies is not None:
                 self.copies.wait_event(self.reached)
             index = to_device(torch.tensor(lanes), self.length.device)
-            lengths = self.length[index].tolist()
-            longest = max(lengths)
-            tokens = self.tokens[index, :longest].tolist()
-            logps = self.logps[index, :longest].cpu()
-            kept = None if self.kept is None else self.kept[index, :longest].cpu()
+            lengths = (self.length[index].cpu() - first).tolist()
+            columns = (first[:, None] + torch.arange(max(lengths))).clamp_(max=self.tokens.shape[1] - 1)
+            read = index[:, None], to_device(columns, index.device)
+            tokens = self.tokens[read].tolist()
+            logps = self.logps[read].cpu()
+            kept = None if self.kept is None else self.kept[read].cpu()
         self.spoilt |= not logps.isfinite().all().item()
         return [
             (ids[:n], logps[i, :n].clone(), None if kept is None else kept[i, :n].clone())
@@ -262,6 +266,8 @@ class RolloutEngine(RolloutBackend):
         enforce_eager: Whether to decode without CUDA graphs. Models that cannot be captured never use them.
         reserved: Returns the bytes of free memory that will be allocated later, such as the optimizer's states before
             its first step. None means 0.
+        continuous: Whether requests arrive one by one, as in a server. The engine then has lanes for later requests,
+            and keeps gathered and packed weights until they change.
 
     Raises:
         ValueError: An argument is out of range, or the provider does not support the model or device.
@@ -276,10 +282,12 @@ class RolloutEngine(RolloutBackend):
         memory_utilization: float = 0.7,
         enforce_eager: bool = False,
         reserved: Callable[[], int] | None = None,
+        continuous: bool = False,
     ):
         super().__init__(model, max_num_seqs)
         Interval(above=0, at_most=1).check("memory_utilization", memory_utilization)
         self.attention, self.memory_utilization, self.reserved = attention, memory_utilization, reserved
+        self.continuous = continuous
         self.on_gpu = self.policy.device.type == "cuda"
         if attention != "auto":  # raise early if the provider does not support the model
             choose_provider(attention, self.policy.device, self.policy.dtype, head_dim(self.policy.shape), 0)
@@ -332,9 +340,34 @@ class RolloutEngine(RolloutBackend):
         waiting = sum(len(request.prompt_ids) + sum(request.limits) for request in self.waiting)
         return waiting + sum(running.limit - running.length(self.steps) for running in self.running if running)
 
+    def progress(self, seen: Mapping[int, int]) -> dict[int, list[tuple[list[int], torch.Tensor, str | None]]]:
+        """Read the completions of running requests without tools.
+
+        Args:
+            seen: How many tokens of each completion to skip, by request_id.
+
+        Returns:
+            For each completion of these requests, its further token ids, their log-probs under the sampling
+            distribution, and why it ended, or None. Requests that are not running are left out.
+        """
+        lanes = [lane for lane, each in enumerate(self.running) if each and each.group.request.request_id in seen]
+        if not lanes:
+            return {}
+        running = [self.running[lane] for lane in lanes]
+        self.lanes.snapshot()
+        taken = self.lanes.take(lanes, [seen[each.group.request.request_id] for each in running])
+        parts = {}
+        for each, (ids, logps, kept) in zip(running, taken, strict=True):
+            request, done = each.group.request, each.group.done
+            start = seen[request.request_id]
+            ended = {i: (x.ids[start:], x.sampler_logps[start:], x.finish_reason) for i, x in done.items()}
+            drawn_from = logps - kept.log() if request.sampling.filters else logps
+            parts.setdefault(request.request_id, ended)[each.number] = ids, drawn_from, None
+        return {i: [of_group[number] for number in sorted(of_group)] for i, of_group in parts.items()}
+
     def _release(self):
         """Release the gathered weights once nothing is in flight."""
-        if not self.unfinished:
+        if not self.unfinished and not self.continuous:
             self.weights.release()
 
     @torch.no_grad()
@@ -419,7 +452,7 @@ class RolloutEngine(RolloutBackend):
 
     def _begin(self):
         """Prepare for the waiting requests. No request is in flight."""
-        self.weights.hold(max(max(request.limits) for request in self.waiting))
+        self.weights.hold(math.inf if self.continuous else max(max(request.limits) for request in self.waiting))
         if self.lanes and self.lanes.spoilt:
             self.slots.zero()
             self.lanes.forgive()
@@ -434,6 +467,8 @@ class RolloutEngine(RolloutBackend):
                 self.lanes.keep_mass()
             if self.sampling.penalizes:
                 self.lanes.keep_seen(len(self.policy.head.weight))
+        elif self.continuous and self.geometry.lanes < min(len(self.running) + len(self.waiting), self.max_num_seqs):
+            return  # a long request left memory for few lanes: allocate others when no lane is in use
         free = [i for i in range(self.geometry.lanes) if i >= len(self.running) or not self.running[i]]
         wanted = sum(len(request.limits) for request in self.waiting)
         if any(self.running) and len(free) < min(ADMIT_FROM * self.geometry.lanes, wanted):
@@ -462,6 +497,8 @@ class RolloutEngine(RolloutBackend):
         self.stop_ids = self.stops.setdefault(sampling.stop_token_ids, self._tensor(sampling.stop_token_ids))
         requests = [(len(request.prompt_ids), request.limits) for request in self.waiting]
         copied = copied_tokens(requests, self.max_num_seqs)
+        if self.continuous:
+            requests += self._later(requests)
         provider = make_provider(self.attention, policy.device, policy.dtype, head_dim(shape), copied)
         if self.budget is None:
             self.left = memory_left(policy.device, self.reserved() if self.reserved else 0)
@@ -485,6 +522,13 @@ class RolloutEngine(RolloutBackend):
         self.geometry, self.provider = new, provider
         self.slots = Slots(new, policy.device, provider.memory_order)
         self.lanes = Lanes(new.lanes, new.capacity, policy.device)
+
+    def _later(self, requests):
+        """Return requests for which lanes are kept, twice as long so that the slots grow rarely."""
+        context = self.policy.context or math.inf
+        longest, limit = max(length for length, _ in requests), max(max(limits) for _, limits in requests)
+        longest, limit = (int(min(2 ** math.ceil(math.log2(tokens)), context)) for tokens in (longest, limit))
+        return [(longest, [limit])] * self.max_num_seqs
 
     def _start(self, groups):
         """Prefill groups and assign their completions to lanes. If the prefill fails, requeue the groups."""
@@ -513,7 +557,7 @@ class RolloutEngine(RolloutBackend):
 
         self.slots.prompt_lengths[self._tensor(slots)] = to_device(lengths.to(torch.int32), device)
         limits = torch.tensor([limit for r in requests for limit in r.limits])
-        numbers = [uniforms(r.sampling.seed, r.request_id, len(r.limits), self.geometry.capacity) for r in requests]
+        numbers = [uniforms(r.sampling.seed, r.draw_key, len(r.limits), self.geometry.capacity) for r in requests]
         lanes = self._tensor([lane for group in by_group for lane in group])
         starts = lengths.repeat_interleave(counts), limits, torch.cat(numbers)
         self.lanes.start(lanes, *(to_device(tensor, device) for tensor in starts))

@@ -11,7 +11,7 @@ from paths import ROOT
 from torch.distributed.run import get_args_parser
 
 from benchmarks import architectures, plans, predictions, report, scale
-from fastgrpo import chat, distill, doctor, evaluate, sft, train
+from fastgrpo import chat, distill, doctor, evaluate, serve, sft, train
 from fastgrpo import report as report_command
 from fastgrpo.config.page import from_trl, page
 from fastgrpo.config.settings import TrainConfig
@@ -23,7 +23,7 @@ PAGES = [README, *MORE, *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {path: path.read_text() for path in PAGES}
 PUBLIC = ("fastgrpo", *(f"fastgrpo.{name}" for name in ("config", "data", "rewards", "trainer")))
 NOW = ("llama", "qwen3_moe", "gemma3_text", "gpt_oss", "bloom")  # the other architectures are slow
-COMMANDS = [evaluate, chat, sft, distill, doctor, report_command]
+COMMANDS = [evaluate, chat, serve, sft, distill, doctor, report_command]
 
 
 def anchors(text):

@@ -20,10 +20,10 @@ LAYERS = (
     {"run"},
     {"rollout", "rewards", "page"},
     {"tools"},
-    {"evaluation", "kernel_checks"},
+    {"evaluation", "kernel_checks", "serving"},
     {"trainer"},
     {"tasks", "recipes"},
-    {"train", "sft", "distill", "evaluate", "chat", "check", "doctor", "report", "__init__"},
+    {"train", "sft", "distill", "evaluate", "chat", "serve", "check", "doctor", "report", "__init__"},
     {"__main__"},
 )
 MODULES = sorted((ROOT / "fastgrpo").rglob("*.py"))
@@ -120,7 +120,7 @@ fastgrpo.linear_grpo_loss(h, w, torch.tensor([0, 1]), fastgrpo.group_advantages(
 fastgrpo.grpo_loss(torch.randn(2), None, torch.randn(2))
 fastgrpo.Objective()
 print(sorted({"transformers", "datasets", "tokenizers", "tyro", "trl"} & set(sys.modules)))
-from fastgrpo import chat, check, distill, evaluate, report, sft, tasks, train
+from fastgrpo import chat, check, distill, evaluate, report, serve, sft, tasks, train
 from fastgrpo.evaluation import reward_check
 [tasks.find_task(name) for name in ("arithmetic", "dataset")]
 print(sorted({"transformers", "peft"} & set(sys.modules)))

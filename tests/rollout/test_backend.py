@@ -214,3 +214,50 @@ def test_leaks_nothing_over_many_requests():
             kept.append((len(objects), sum(each.numel() for each in objects if isinstance(each, torch.Tensor))))
     (before, elements), (after, elements_after) = kept
     assert elements_after == elements and after < before + 100
+
+
+def test_requests_that_arrive_one_by_one_draw_together():
+    """Lanes are kept for them, also for somewhat longer ones, and their tokens can be read while they draw."""
+    model = tiny.model()
+    sampling = SamplingParams(max_tokens=9, seed=3, top_k=5, stop_token_ids=range(3, 64, 20))
+    expected = [RolloutEngine(model).generate([p], 2, sampling, request_ids=[7]) for p in PROMPTS]
+    engine = RolloutEngine(model, max_num_seqs=8, continuous=True)
+    outputs, read, most = {}, {i: [([], []), ([], [])] for i in range(4)}, 0
+    for step in range(20):
+        if step < 4:
+            assert engine.add_request(PROMPTS[step], 2, sampling, draw_key=7) == step
+        outputs |= engine.step()
+        most = max(most, len({running.group for running in engine.running if running}))
+        for i, parts in engine.progress({i: max(len(ids) for ids, _ in read[i]) for i in read}).items():
+            for (ids, logps), (more, further, reason) in zip(read[i], parts, strict=True):
+                ids += more
+                logps += further.tolist()
+                assert reason is None or reason == ("stop" if ids[-1] in sampling.stop_token_ids else "length")
+    assert most >= 3 and not engine.running
+    for i, samples in outputs.items():
+        assert ids_of(samples) == ids_of(expected[i])
+        for sample, (ids, logps) in zip(samples, read[i], strict=True):
+            assert ids == sample.ids[: len(ids)]
+            longest = max(len(sample.ids) for sample in samples)
+            assert len(ids) >= min(len(sample.ids), longest - 1) or longest < 3  # the first step draws two tokens
+            torch.testing.assert_close(torch.tensor(logps), sample.sampler_logps[: len(ids)])
+    slots = engine.slots
+    with torch.no_grad():
+        model.base_model.norm.weight.mul_(1.5)
+    (again,) = engine.generate(PROMPTS[:1], 1, SamplingParams(temperature=0, max_tokens=9))
+    (fresh,) = RolloutEngine(model).generate(PROMPTS[:1], 1, SamplingParams(temperature=0, max_tokens=9))
+    assert again.ids == fresh.ids and engine.slots is slots
+
+
+def test_lanes_come_back_after_a_long_request():
+    engine = RolloutEngine(tiny.model(), max_num_seqs=8, continuous=True)
+    tokens = 2 * 2 * 2 * 8 * 4  # bytes of a token's keys and values
+    engine.budget = 2 * 200 * tokens
+    engine.add_request([5] * 20, 1, SamplingParams(max_tokens=150))
+    engine.step()
+    assert engine.geometry.lanes < 8
+    short = SamplingParams(max_tokens=4)
+    for _ in range(8):
+        engine.add_request([5, 6], 1, short)
+    finish(engine)
+    assert engine.geometry.lanes == 8

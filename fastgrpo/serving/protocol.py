@@ -1,0 +1,341 @@
+"""Bodies of requests, and replies, in the forms of OpenAI's API and of vLLM's `/inference/v1/generate`.
+
+A parameter that is not supported is an error, unless its value changes nothing. Log-probs are those of the distribution
+from which the tokens were drawn, as vLLM computes them with `--logprobs-mode processed_logprobs`.
+"""
+
+import json
+import time
+import uuid
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fastgrpo.data.records import StopReason
+from fastgrpo.data.token_text import HALF
+from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.serving.scheduler import Part
+
+# Parameters that are accepted without effect, and those that are accepted with this value only.
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt",
+           "priority", "request_id", "output_kind", "detokenize", "verbosity", "routed_experts_prompt_start"}  # fmt: skip
+NEUTRAL = {
+    "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "suffix": "", "min_tokens": 0,
+    "response_format": {"type": "text"}, "use_beam_search": False, "length_penalty": 1,
+    "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "bad_words": [],
+    "add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": True,
+    "parallel_tool_calls": True, "modalities": ["text"],
+}  # fmt: skip
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class APIError(Exception):
+    """An error in OpenAI's form."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+class Body(BaseModel):
+    """A JSON object whose unknown names are errors."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, values):
+        if not isinstance(values, dict):
+            return values
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None
+            and (name in cls.model_fields or (name not in IGNORED and NEUTRAL.get(name, ...) != value))
+        }
+
+
+class SamplingBody(Body):
+    """Sampling parameters, under the names of OpenAI and vLLM."""
+
+    n: int = Field(1, ge=1)
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = Field(0, ge=-1)
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    stop: str | list[str] = []
+    stop_token_ids: list[Token] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text]
+
+    def sampling(self, max_tokens: int, stop_ids: tuple[int, ...]) -> SamplingParams:
+        """Make the parameters of the engine; `stop_ids` end a completion unless `ignore_eos`."""
+        names = ("temperature", "top_p", "min_p", "repetition_penalty", "seed")
+        ends = {*self.stop_token_ids, *(() if self.ignore_eos else stop_ids)}
+        chosen = {name: getattr(self, name) for name in names}
+        return SamplingParams(
+            **chosen, top_k=max(self.top_k, 0), max_tokens=max_tokens, stop_token_ids=tuple(sorted(ends))
+        )
+
+
+class StreamOptions(Body):
+    """What a stream contains besides tokens."""
+
+    include_usage: bool = False
+    continuous_usage_stats: Literal[False] = False
+
+
+class OpenAIBody(SamplingBody):
+    """What completions and chat have in common."""
+
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+
+class CompletionBody(OpenAIBody):
+    """The body of /v1/completions."""
+
+    prompt: str | list[Token] | list[str] | list[list[Token]]
+    max_tokens: int = Field(16, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or token ids."""
+        one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        return [self.prompt] if one else self.prompt
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: str = Field(min_length=1)
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    strict: Literal[False] = False
+
+
+class Tool(Body):
+    """A tool: a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChatBody(OpenAIBody):
+    """The body of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    tools: list[Tool] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def schemas(self) -> list[dict]:
+        """JSON schemas of the tools."""
+        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools]
+
+
+class GenerateSampling(SamplingBody):
+    """`sampling_params` of /inference/v1/generate."""
+
+    logprobs: int | None = Field(None, ge=0, le=1)
+
+
+class GenerateBody(Body):
+    """The body of /inference/v1/generate."""
+
+    token_ids: list[Token]
+    sampling_params: GenerateSampling = GenerateSampling()
+    model: str = ""
+    stream: Literal[False] = False
+
+
+def to_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Convert messages from OpenAI's form into that of chat templates."""
+    names, converted = {}, []
+    for message in messages:
+        message = {name: value for name, value in message.items() if value is not None}
+        if isinstance(parts := message.get("content"), list):
+            if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+                raise ValueError("messages may only have content of type text")
+            message["content"] = "".join(part["text"] for part in parts)
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [_to_call(call) for call in calls]
+            ids = (call.get("id") for call in calls)
+            names |= zip(ids, (call["function"]["name"] for call in message["tool_calls"]), strict=True)
+        elif message.get("role") == "assistant":
+            message.setdefault("content", "")
+        if message.get("role") == "tool" and "name" not in message and message.get("tool_call_id") in names:
+            message["name"] = names[message["tool_call_id"]]
+        converted.append(message)
+    return converted
+
+
+def _to_call(call):
+    """Convert a tool call: templates take the arguments as an object."""
+    try:
+        function = call["function"]
+        name, arguments = function["name"], function["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(arguments, dict) or not isinstance(name, str):
+            raise TypeError
+    except (KeyError, TypeError, ValueError):
+        raise ValueError("tool_calls must have a function.name, and a JSON object in function.arguments") from None
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+class Choice:
+    """A completion as it is drawn: tokens, log-probs, and text up to a stop string.
+
+    Attributes:
+        text: The text so far. It ends before characters that may belong to a stop string or are incomplete.
+        reason: Why it ended, as OpenAI names it, or None.
+        matched: The stop string or token that ended it, or None.
+        versions: For each token, the version of the weights that drew it.
+        opened: Whether a chunk of a stream has been written.
+    """
+
+    def __init__(
+        self, tokenizer: Any, stops: list[str] = (), stop_ids: tuple[int, ...] = (), hidden: bool = False,
+        skip_special: bool = True,
+    ):  # fmt: skip
+        self._tokenizer, self._stops, self._stop_ids, self._hidden = tokenizer, stops, stop_ids, hidden
+        self._skip_special = skip_special
+        self.ids, self.logps, self.versions, self.text = [], [], [], ""
+        self.reason, self.matched, self.opened = None, None, False
+        self._decoded, self._first, self._done = "", 0, 0
+
+    def add(self, part: Part) -> int:
+        """Add the tokens of a part, and return how many were added: those after a stop string are dropped."""
+        before = len(self.ids)
+        for token, logp in zip(part.ids, part.logps, strict=True):
+            if self.reason is not None:
+                break
+            self.ids.append(token)
+            self.logps.append(logp)
+            self.versions.append(part.version)
+            if not self._hidden and token not in self._stop_ids:
+                self._decode()
+        if part.reason is not None and self.reason is None:
+            self._end(part.reason)
+        return len(self.ids) - before
+
+    def _read(self, start, end):
+        return self._tokenizer.decode(self.ids[start:end], skip_special_tokens=self._skip_special)
+
+    def _decode(self):
+        """Decode the newest token after a few preceding ones, as `TokenText` does."""
+        known, text = self._read(self._first, self._done), self._read(self._first, len(self.ids))
+        if len(text) > len(known) and not text.endswith(HALF):
+            self._decoded += text[len(known) :]
+            self._first, self._done = self._done, len(self.ids)
+            self._cut()
+
+    def _cut(self):
+        """Look for stop strings in the new text, and set `text`."""
+        found = [(at, stop) for stop in self._stops if (at := self._decoded.find(stop, len(self.text))) >= 0]
+        if found:
+            end, self.matched = min(found)
+            self.text, self.reason = self._decoded[:end], "stop"
+            return
+        held = [n for stop in self._stops for n in range(1, len(stop)) if self._decoded.endswith(stop[:n])]
+        self.text = self._decoded[: len(self._decoded) - max(held, default=0)]
+
+    def _end(self, reason):
+        self.reason = "abort" if reason == StopReason.ABORTED else str(reason)
+        if self.ids and self.ids[-1] in self._stop_ids:
+            self.matched = self.ids[-1]
+        if self._hidden:
+            return
+        whole = self._read(0, len(self.ids) - (self.matched is not None))
+        self._decoded = whole if whole.startswith(self._decoded) else self._decoded
+        self.text = self._decoded
+
+
+def weight_versions(choice: Choice) -> list[dict[str, Any]]:
+    """Return which weights drew which tokens: spans from `start` to `end`."""
+    spans = []
+    for i, version in enumerate(choice.versions):
+        if not spans or spans[-1]["version"] != version:
+            spans.append({"version": version, "start": i, "end": i})
+        spans[-1]["end"] = i + 1
+    return spans
+
+
+class TokenTexts:
+    """Writes tokens and log-probs in the forms of the routes."""
+
+    def __init__(self, tokenizer: Any, as_ids: bool = False):
+        self.tokenizer, self.as_ids = tokenizer, as_ids
+
+    def text(self, token: int) -> str:
+        """Decode a token."""
+        return f"token_id:{token}" if self.as_ids else self.tokenizer.decode([token])
+
+    def completion(
+        self, ids: list[int], logps: list[float | None], top: list | None, offset: int = 0
+    ) -> dict[str, Any]:
+        """Write the `logprobs` of /v1/completions."""
+        texts, offsets = [self.text(token) for token in ids], []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        tops = top and [each and {self.text(token): logp for token, logp in reversed(each)} for each in top]
+        return {"tokens": texts, "token_logprobs": logps, "top_logprobs": tops, "text_offset": offsets}
+
+    def chat(
+        self, ids: list[int], logps: list[float], top: list | None = None, as_vllm: bool = False
+    ) -> dict[str, Any]:
+        """Write the `logprobs` of /v1/chat/completions, and with `as_vllm` those of /inference/v1/generate."""
+        content = []
+        for i, (token, logp) in enumerate(zip(ids, logps, strict=True)):
+            entry = self._entry(token, logp) | ({"token_id": token} if as_vllm else {})
+            content.append(entry | {"top_logprobs": [self._entry(*each) for each in top[i]] if top else []})
+        return {"content": content}
+
+    def _entry(self, token, logp):
+        text = self.text(token)
+        return {"token": text, "logprob": logp, "bytes": [*text.encode(errors="replace")]}
+
+
+def usage(prompt: int, completion: int) -> dict[str, int]:
+    """Count the tokens of a request."""
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def reply(kind: str, model: str, choices: list[dict], **more: Any) -> dict[str, Any]:
+    """Write a reply or a chunk of a stream."""
+    prefix = {"text_completion": "cmpl", "generate": "generate"}.get(kind, "chatcmpl")
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model,
+            "choices": choices, **more}  # fmt: skip
+
+
+def assistant(message: dict[str, Any]) -> dict[str, Any]:
+    """Write a parsed assistant message in OpenAI's form."""
+    calls = [
+        {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function",
+         "function": {"name": call["function"]["name"],
+                      "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
+        for call in message.get("tool_calls") or ()
+    ]  # fmt: skip
+    written = {"role": "assistant", "content": message["content"] or (None if calls else "")}
+    if message.get("reasoning_content"):
+        written["reasoning_content"] = message["reasoning_content"]
+    return written | ({"tool_calls": calls} if calls else {})

@@ -1,0 +1,38 @@
+"""A server in this process, on a free port, with a random model whose tokens are bytes."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import httpx
+import tiny
+
+from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.serving.app import Server, listen
+from fastgrpo.serving.scheduler import Scheduler
+
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} "
+    "| tojson }}</tool_call>{% endfor %}<eos>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def start(tokenizer, max_num_seqs=8, max_requests=1024, **settings):
+    """Start a server; returns its parts, a client, and a function that ends it."""
+    model = tiny.model(vocab_size=258, max_position_embeddings=2048)
+    scheduler = Scheduler(RolloutEngine(model, max_num_seqs=max_num_seqs, continuous=True), max_requests)
+    http, opened = listen(Server(scheduler, tokenizer, ["tiny"], **settings), "127.0.0.1", 0)
+    thread = threading.Thread(target=http.run, kwargs={"sockets": [opened]})
+    thread.start()
+    url = "http://{}:{}".format(*opened.getsockname())
+
+    def stop():
+        http.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive() and not scheduler.alive
+
+    while not http.started:
+        time.sleep(0.01)
+    client = httpx.Client(base_url=url, timeout=60)
+    return SimpleNamespace(scheduler=scheduler, engine=scheduler.engine, client=client, url=url, stop=stop)
