@@ -17,8 +17,10 @@ from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.serving.scheduler import Part
 
 # Parameters that are accepted without effect, and those that are accepted with this value only.
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt",
-           "priority", "request_id", "output_kind", "detokenize", "verbosity", "routed_experts_prompt_start"}  # fmt: skip
+IGNORED = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt", "priority",
+    "request_id", "output_kind", "detokenize", "verbosity", "routed_experts_prompt_start",
+}  # fmt: skip
 NEUTRAL = {
     "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "suffix": "", "min_tokens": 0,
     "response_format": {"type": "text"}, "use_beam_search": False, "length_penalty": 1,

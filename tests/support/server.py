@@ -35,4 +35,6 @@ def start(tokenizer, max_num_seqs=8, max_requests=1024, **settings):
     while not http.started:
         time.sleep(0.01)
     client = httpx.Client(base_url=url, timeout=60)
-    return SimpleNamespace(scheduler=scheduler, engine=scheduler.engine, client=client, url=url, stop=stop)
+    return SimpleNamespace(
+        tokenizer=tokenizer, scheduler=scheduler, engine=scheduler.engine, client=client, url=url, stop=stop
+    )
