@@ -49,7 +49,7 @@ real: $(VENV)/.installed
 reasoning: $(VENV)/.installed
 	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[gym]'
 	$(BIN)/python -m fastgrpo.recipes.smollm2 models/smollm2-135m
-	$(MAKE) reasoning-chain_sum TASKS='{"chain_sum": {"solved": 4, "max_terms": 2, "max_digits": 2}}'
+	$(MAKE) reasoning-chain_sum TASKS='{"chain_sum": {"solved": 4, "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}'
 	$(MAKE) reasoning-gcd TASKS='{"gcd": {"solved": 4, "max_value": 20}}'
 
 reasoning-%:
