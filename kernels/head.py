@@ -6,7 +6,7 @@
 
 1. Anchor: c_n = y at the target, the diagonal of a product with the same rounding as the main one.
 2. Exponentials: E_v = exp((y_v - c) / T), stored in bf16, which has enough exponent range. Their sums over each
-   vocabulary tile are fp32.
+   vocabulary tile are fp32. For a gradient of the entropy, x2 = log2 E is stored instead (`packed`).
 3. Reduce: S, the sum of E_v over v != t, in fixed order. Then logp = -log1p(S) and p_v = E_v / (S + 1).
 4. Guard: a row whose S reaches 2^86 (its target is 60 nats below the other tokens) is flagged, and its maximum becomes
    the anchor. This takes two passes, which return immediately if no row is flagged.
@@ -74,6 +74,19 @@ def flagged(total_ptr, rows, n_rows):
         n_rows: N.
     """
     return tl.load(total_ptr + rows, mask=rows < n_rows, other=0.0) >= GUARD
+
+
+@triton.jit
+def packed(x2):
+    """Round x2 = log2 E to 16 bits: steps of 1/512 from -41, below which a token has no effect, to 87, above the guard.
+
+    An entropy gradient h computes E (g + h (log p + H)) from the stored value, and rounds it for the products. If E has
+    a relative error r, the result errs by r E (g + h (log p + H + 1)), which may be far more than its own rounding, as
+    the parts of log p + H cancel. r is 2^-9 at most in bf16, which has a bit for the sign and 8 for the exponent, and
+    ln(2) / 1024 here.
+    """
+    # The mantissa of a number between 2^14 and 2^15 ends in nine binary places.
+    return (tl.maximum(x2, -41.0) + 16425.0).to(tl.int32, bitcast=True) & 0xFFFF
 
 
 @triton.jit
@@ -215,9 +228,12 @@ def _grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr, bias_ptr, inv_t,
-                  inv_t_ptr, cap, SUM: tl.constexpr, ENTROPY: tl.constexpr,
+                  inv_t_ptr, cap, SUM: tl.constexpr, ENTROPY: tl.constexpr, LOGS: tl.constexpr,
                   BLOCK_N: tl.constexpr):  # fmt: skip
-    """Compute (stored tile, sum_v E, sum_v E x2) from a tile of products; the sums exclude the target's column."""
+    """Compute (stored tile, sum_v E, sum_v E x2) from a tile of products; the sums exclude the target's column.
+
+    The stored tile is E, or x2 with LOGS.
+    """
     first = block_n * BLOCK_N
     row_ok = rows < n_rows
     y = acc
@@ -240,6 +256,8 @@ def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, pat
         x2 = tl.where((cols < vocab)[None, :] & (cols[None, :] != target[:, None]), x2, float("-inf"))
     e = tl.exp2(x2)
     stored = e
+    if LOGS:
+        stored = x2
     if mix_ptr is not None:
         constant = tl.load(mix_ptr + rows, mask=row_ok, other=0.0)
         slope = tl.load(mix_ptr + n_rows + rows, mask=row_ok, other=0.0)
@@ -256,7 +274,8 @@ def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, pat
         if SUM:
             total = tl.sum(e, axis=1)
         if ENTROPY:
-            entropy = tl.sum(e * tl.maximum(x2, -1e30), axis=1)  # finite, since 0 * -inf would be NaN
+            # finite, since 0 * -inf would be NaN; with LOGS the value that is stored
+            entropy = tl.sum(e * tl.maximum(x2, -41.0 if LOGS else -1e30), axis=1)
     else:
         # Few tiles contain a target or end past V. The others need no masks.
         ends = first + BLOCK_N
@@ -275,7 +294,7 @@ def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, pat
 @triton.jit(**ROWS_VARY)
 def _linear_exp_fwd_kernel(h_desc, w_desc, e_desc, anchor_ptr, target_ptr, patch_ptr, mix_ptr, bias_ptr, inv_t,
                            inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, PROGRAMS: tl.constexpr,
-                           GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_M: tl.constexpr,
+                           GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, LOGS: tl.constexpr, BLOCK_M: tl.constexpr,
                            BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Compute every PROGRAMS-th tile, with loads and stores by tensor descriptors."""
     num_m = tl.cdiv(n_rows, BLOCK_M)
@@ -290,8 +309,10 @@ def _linear_exp_fwd_kernel(h_desc, w_desc, e_desc, anchor_ptr, target_ptr, patch
         rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
         e, total, entropy = _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
                                           bias_ptr, inv_t, inv_t_ptr, cap, total_ptr is not None,
-                                          entropy_ptr is not None, BLOCK_N)  # fmt: skip
+                                          entropy_ptr is not None, LOGS, BLOCK_N)  # fmt: skip
         if e_desc is not None:
+            if e_desc.dtype == tl.int16:
+                e = packed(e)
             e_desc.store([block_m * BLOCK_M, block_n * BLOCK_N], e.to(e_desc.dtype))
         _store_sums(total_ptr, entropy_ptr, total, entropy, block_n, rows, n_rows)
 
@@ -308,7 +329,7 @@ def _store_sums(total_ptr, entropy_ptr, total, entropy, block_n, rows, n_rows):
 @triton.jit
 def _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr, mix_ptr, bias_ptr,
               inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, rows, block_n,
-              EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+              LOGS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
               BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Compute and store one tile of the kernel with pointer loads."""
     cols = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -316,8 +337,10 @@ def _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, tar
                    depth, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
     e, total, entropy = _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
                                       bias_ptr, inv_t, inv_t_ptr, cap, total_ptr is not None,
-                                      entropy_ptr is not None, BLOCK_N)  # fmt: skip
+                                      entropy_ptr is not None, LOGS, BLOCK_N)  # fmt: skip
     if e_ptr is not None:
+        if e_ptr.dtype.element_ty == tl.int16:
+            e = packed(e)
         e_ptrs = e_ptr + rows.to(tl.int64)[:, None] * e_stride + cols[None, :]
         tl.store(e_ptrs, e.to(e_ptr.dtype.element_ty), mask=(rows < n_rows)[:, None] & (cols < vocab)[None, :])
     _store_sums(total_ptr, entropy_ptr, total, entropy, block_n, rows, n_rows)
@@ -327,7 +350,7 @@ def _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, tar
 def _linear_exp_ptr_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr,
                                mix_ptr, bias_ptr, inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, flag_ptr, n_rows,
                                vocab, depth, SPLITS, LOOP: tl.constexpr, GROUP_M: tl.constexpr,
-                               EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+                               LOGS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
                                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Compute one tile, or with LOOP every SPLITS-th tile of a row block; skip row blocks without a flagged row."""
     block_m, split = _grouped(tl.program_id(0), tl.cdiv(n_rows, BLOCK_M), SPLITS, GROUP_M)
@@ -339,11 +362,11 @@ def _linear_exp_ptr_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride
         for block_n in range(split, tl.cdiv(vocab, BLOCK_N), SPLITS):
             _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
                       bias_ptr, inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, rows, block_n,
-                      EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+                      LOGS, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
     else:  # the loop needs 40 registers, and would spill at 256 columns
         _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
                   bias_ptr, inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, rows, split,
-                  EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+                  LOGS, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
 
 
 @triton.jit(**ROWS_VARY)
@@ -368,10 +391,14 @@ def _anchor_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, c
     tl.store(out_ptr + rows, tl.where(legal, y, float("nan")), mask=rows < n_rows)
 
 
-def empty_exps(rows: int, vocab: int, like: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialized [rows, vocab] with a pitch of a multiple of 64 elements; bulk copies need 16 bytes."""
+def empty_exps(rows: int, vocab: int, like: torch.Tensor, logs: bool = False) -> torch.Tensor:
+    """Return an uninitialized [rows, vocab] with a pitch of a multiple of 64 elements; bulk copies need 16 bytes.
+
+    It has the dtype of `like`, or int16 for `logs` of 16-bit heads.
+    """
     held = rows if like.device.type == "cpu" else -(-rows // ROWS_HELD) * ROWS_HELD
-    return torch.empty(held, -(-vocab // 64) * 64, dtype=like.dtype, device=like.device)[:rows, :vocab]
+    dtype = torch.int16 if logs and like.itemsize == 2 else like.dtype
+    return torch.empty(held, -(-vocab // 64) * 64, dtype=dtype, device=like.device)[:rows, :vocab]
 
 
 def anchor_fwd(head: Head) -> torch.Tensor:
@@ -408,6 +435,7 @@ def linear_exp_fwd(
     sums: bool = True,
     entropy: bool = False,
     flags: torch.Tensor | None = None,
+    logs: bool = False,
 ) -> list[torch.Tensor | None]:
     """Write E of the module docstring to `exps`, and return its sums over each vocabulary tile.
 
@@ -421,6 +449,7 @@ def linear_exp_fwd(
         sums: Whether to return sum_v E, without the target's column.
         entropy: Whether to return sum_v E x2, without the target's column.
         flags: [N] fp32 row sums. Only row blocks with a flagged row (`flagged`) are computed. None computes all.
+        logs: Whether to write log2 E instead of E.
 
     Returns:
         The sums and the entropy sums, each [vocabulary tiles, N] fp32, or None if not requested.
@@ -439,7 +468,7 @@ def linear_exp_fwd(
         for wanted in (sums, entropy)
     ]
     row_blocks = triton.cdiv(n, blocks.rows)
-    options = {**product_options(head, blocks), "BLOCK_N": blocks.cols, "GROUP_M": GROUP_M}
+    options = {**product_options(head, blocks), "BLOCK_N": blocks.cols, "GROUP_M": GROUP_M, "LOGS": logs}
     common = (anchor, head.targets, patch, mix, head.bias, head.temperature, head.temperatures, head.softcap, *outputs)
     if by_descriptor:
         del options["EVEN_K"]
@@ -628,14 +657,19 @@ def _finish_fwd_kernel(out_ptr, target_y_ptr, total_ptr, entropy_ptr, split_max_
 @triton.jit(**ROWS_VARY)
 def _entropy_bwd_kernel(e_ptr, e_stride, out_ptr, out_stride, target_ptr, patch_ptr, g_ptr, h_ptr, norm_ptr,
                         entropy_ptr, vocab, BLOCK: tl.constexpr):  # fmt: skip
-    """Write E (g + h (log p + H)) with log p = ln E - ln norm, and patch the target's entry. out may be E itself."""
+    """Write E (g + h (log p + H)) with log p = ln E - ln norm from log2 E, and patch the target's entry.
+
+    out may use the memory of log2 E.
+    """
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     h = tl.load(h_ptr + row)
     constant = tl.load(g_ptr + row) + h * (tl.load(entropy_ptr + row) - tl.log(tl.load(norm_ptr + row)))
-    e = tl.load(e_ptr + row * e_stride + cols, mask=cols < vocab, other=0.0).to(tl.float32)
-    # Triton would type a constant below 1.1755e-38, the least normal fp32 number, as fp64.
-    x = tl.where(e == 0, 0.0, e * (constant + h * tl.log(tl.maximum(e, 1.2e-38))))
+    x2 = tl.load(e_ptr + row * e_stride + cols, mask=cols < vocab, other=0)
+    if e_ptr.dtype.element_ty == tl.int16:
+        x2 = (x2.to(tl.int32) & 0xFFFF).to(tl.float32) * (1 / 512) - 41.0
+    x2 = tl.maximum(x2, -200.0)  # finite, since 0 * -inf would be NaN
+    x = tl.exp2(x2) * (constant + h * LN2 * x2)
     x = tl.where(cols == tl.load(target_ptr + row), tl.load(patch_ptr + row), x)
     tl.store(out_ptr + row * out_stride + cols, x.to(out_ptr.dtype.element_ty), mask=cols < vocab)
 
@@ -680,24 +714,24 @@ def finish_fwd(
 
 
 @launch.operator("fastgrpo::head_entropy_bwd", mutates_args=("out",))
-def head_entropy_bwd(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h: Tensor, out: Tensor) -> None:
+def head_entropy_bwd(logs: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h: Tensor, out: Tensor) -> None:
     """Multiply the gradients of log-prob and entropy into anchored exponentials; v is then the slope of `rows`.
 
         out_v = E_v (g + h (log p_v + H)),   v != target
 
     Args:
-        exps: [N, V] E.
+        logs: [N, V] log2 E.
         targets: [N] int64.
         rows: [7, N] fp32, `RowStats` of the forward.
         g: [N] fp32, gradient of the log-probs.
         h: [N] fp32, gradient of the entropies.
-        out: [N, V] output: `exps` itself or another tensor.
+        out: [N, V] output in the dtype of the products, which may use the memory of `logs`.
     """
     stats = RowStats(*rows.unbind(0))
     patch = g * stats.patch + h * stats.mass * (stats.logp + stats.entropy)
     block = 64 if launch.INTERPRET else 4096
-    _entropy_bwd_kernel[(len(exps), triton.cdiv(exps.shape[1], block))](
-        exps, exps.stride(0), out, out.stride(0), targets, patch, g, h, stats.norm, stats.entropy, exps.shape[1],
+    _entropy_bwd_kernel[(len(logs), triton.cdiv(logs.shape[1], block))](
+        logs, logs.stride(0), out, out.stride(0), targets, patch, g, h, stats.norm, stats.entropy, logs.shape[1],
         BLOCK=block, **launch.options(),
     )  # fmt: skip
 
@@ -767,8 +801,10 @@ def chunk_slices(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + step, total)) for start in range(0, max(total, 1), step)]
 
 
-def rows_fwd(head: Head, exps: Tensor | None = None, entropy: bool = False, group: str | None = None) -> Tensor:
-    """Compute `RowStats` of each row, and fill E [N, V], if it is given.
+def rows_fwd(
+    head: Head, exps: Tensor | None = None, entropy: bool = False, group: str | None = None, logs: bool = False
+) -> Tensor:
+    """Compute `RowStats` of each row, and fill E [N, V], if it is given, or log2 E with `logs`.
 
     Returns:
         [7, N] fp32, see `RowStats`.
@@ -776,16 +812,17 @@ def rows_fwd(head: Head, exps: Tensor | None = None, entropy: bool = False, grou
     target_y = anchor_fwd(head)
     if group is not None:  # c comes from the rank with the target; if no rank has it, the result is NaN
         target_y = all_reduce_(torch.where(head.targets == ELSEWHERE, 0.0, target_y), group)
-    sums = linear_exp_fwd(head, target_y, exps, entropy=entropy)
+    sums = linear_exp_fwd(head, target_y, exps, entropy=entropy, logs=logs)
     total, entropy_sum = (None if tiles is None else all_reduce_(reduce_fwd(tiles), group) for tiles in sums)
     # Both guarded passes are always launched, to avoid a sync; programs without a flagged row return.
     splits = online_fwd(head, total, entropy)
     if group is not None:
         splits = merge_ranks(splits, group)
-    rows = finish_fwd(head, target_y, total, entropy_sum, splits, exps)
+    rows = finish_fwd(head, target_y, total, entropy_sum, splits, None if logs else exps)
     if exps is not None:
         stats = RowStats(*rows.unbind(0))
-        linear_exp_fwd(head, stats.anchor, exps, patch=stats.patch, sums=False, flags=total)
+        patch = None if logs else stats.patch
+        linear_exp_fwd(head, stats.anchor, exps, patch=patch, sums=False, flags=total, logs=logs)
     return rows
 
 
@@ -827,7 +864,7 @@ def recompute_exps(head: Head, rows: RowStats, g: Tensor, h: Tensor | None, exps
 
 @launch.operator("fastgrpo::linear_logprob_fwd")
 def linear_logprob_fwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
-                       temperatures: Tensor | None, softcap: float | None, keep: bool, entropy: bool,
+                       temperatures: Tensor | None, softcap: float | None, keep: bool, entropy: bool, logs: bool,
                        chunk_rows: int, group: str | None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the stats of each row and, with `keep`, E for the backward; without `keep`, in chunks.
 
@@ -841,6 +878,7 @@ def linear_logprob_fwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
         softcap: Cap of the logits, or None.
         keep: Whether to keep E for the backward.
         entropy: Whether to compute the entropy.
+        logs: Whether to keep log2 E instead of E, for a gradient of the entropy. Not under a soft-cap.
         chunk_rows: Maximum rows of a chunk.
         group: Name of the process group of a sharded weight, or None.
 
@@ -850,19 +888,19 @@ def linear_logprob_fwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
     n, vocab = len(hidden), weight.shape[0]
     with no_autocast(hidden):
         head = Head(hidden, weight, bias, targets, temperature, temperatures, softcap).checked()
-        exps = empty_exps(n if keep else 0, vocab, weight)
+        exps = empty_exps(n if keep else 0, vocab, weight, logs)
         if n == 0:
             return hidden.new_zeros(7, 0, dtype=torch.float32), exps
         if keep:
-            return rows_fwd(head, exps, entropy, group), exps
+            return rows_fwd(head, exps, entropy, group, logs), exps
         parts = [rows_fwd(head.cut(part), None, entropy, group) for part in chunk_slices(n, chunk_rows)]
         return (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]), exps
 
 
 @linear_logprob_fwd.register_fake
-def _(hidden, weight, bias, targets, temperature, temperatures, softcap, keep, entropy, chunk_rows, group):
+def _(hidden, weight, bias, targets, temperature, temperatures, softcap, keep, entropy, logs, chunk_rows, group):
     n, vocab = len(hidden), weight.shape[0]
-    return hidden.new_empty(7, n, dtype=torch.float32), empty_exps(n if keep else 0, vocab, weight)
+    return hidden.new_empty(7, n, dtype=torch.float32), empty_exps(n if keep else 0, vocab, weight, logs)
 
 
 @launch.operator("fastgrpo::linear_logprob_bwd", mutates_args=("dh", "dw", "dbias"))
@@ -900,10 +938,11 @@ class LinearLogprob(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, temperature, temperatures, softcap, needs, return_entropy,
                 chunk_rows, group, sum_hidden_grad):  # fmt: skip
         ctx.set_materialize_grads(False)
-        # Under a soft-cap, E includes its slope, so an entropy gradient cannot recover log p from E.
+        # Under a soft-cap, E must include its slope, which log2 E cannot.
         keep = any(needs) and len(hidden) <= chunk_rows and not (return_entropy and softcap is not None)
+        ctx.logs = keep and return_entropy
         rows, exps = linear_logprob_fwd(hidden, weight, bias, targets, temperature, temperatures, softcap, keep,
-                                        return_entropy, chunk_rows, group)  # fmt: skip
+                                        return_entropy, ctx.logs, chunk_rows, group)  # fmt: skip
         if any(needs):
             ctx.save_for_backward(hidden, weight, bias, targets, temperatures, rows, exps)
         ctx.options = (temperature, softcap, needs, chunk_rows, group if sum_hidden_grad else None, keep)
@@ -920,11 +959,11 @@ class LinearLogprob(torch.autograd.Function):
         if not keep:
             linear_logprob_bwd(hidden, weight, bias, targets, temperature, temperatures, softcap, rows, g, h,
                                *gradients, chunk_rows, group)  # fmt: skip
-        elif h is None:
+        elif not ctx.logs:
             head_products(exps, g * rows[3], hidden, weight, *gradients, 0, group)
         else:
-            mixed = empty_exps(*exps.shape, exps)
-            head_entropy_bwd(exps, targets, rows, g, h, mixed)
+            mixed = empty_exps(*exps.shape, weight)
+            head_entropy_bwd(exps, targets, rows, g, torch.zeros_like(g) if h is None else h, mixed)
             head_products(mixed, rows[3], hidden, weight, *gradients, 0, group)
         return dh, dw, None if db is None else db.to(grad_dtype(bias)), *(None,) * 9
 
@@ -988,8 +1027,8 @@ class LinearGRPO(torch.autograd.Function):
 
         def head_fwd(part, keep):
             h = _gather(hidden, rows.index, rows.active, part)
-            stats, exps = linear_logprob_fwd(h, weight, bias, rows.targets[part], t, cut(ts, part), softcap,
-                                             keep, with_entropy, chunk_rows, group)  # fmt: skip
+            stats, exps = linear_logprob_fwd(h, weight, bias, rows.targets[part], t, cut(ts, part), softcap, keep,
+                                             with_entropy, keep and bonus is not None, chunk_rows, group)  # fmt: skip
             return h, stats, exps
 
         m = len(rows.targets)
@@ -1021,8 +1060,9 @@ class LinearGRPO(torch.autograd.Function):
             if keeps:
                 v = g * stats[3]
                 if part_bonus is not None:
-                    head_entropy_bwd(exps, rows.targets[part], stats, g, -part_bonus, exps)
-                    v = stats[3]
+                    logs, exps = exps, exps.view(weight.dtype)
+                    head_entropy_bwd(logs, rows.targets[part], stats, g, -part_bonus, exps)
+                    v, logs = stats[3], None
             if sums is not None:
                 head_products(exps, v, h, weight, *sums, part.start, group)
                 exps = None  # free before the next chunk allocates its own

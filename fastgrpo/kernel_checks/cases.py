@@ -293,6 +293,7 @@ CASES = (
     Case("linear_logprob, entropy", logprob, EVERYWHERE),
     Case("linear_logprob, bias, soft-cap", partial(logprob, **EVERYTHING)),
     Case("linear_logprob, unlikely targets", partial(logprob, entropy=False, flagged=True)),
+    Case("linear_logprob, unlikely, entropy", partial(logprob, flagged=True)),
     Case("logits_grpo_loss", logits_loss, EVERYWHERE),
     Case("logits_grpo_loss, in place", partial(logits_loss, inplace=True)),
     Case("grpo_loss", token_losses, EVERYWHERE, torch.float32),

@@ -39,10 +39,15 @@ def absent(kernel, variant, *more):
 
 
 def sizes(blocks, **more):
-    return {"BLOCK_M": blocks.rows, "BLOCK_N": blocks.cols, "BLOCK_K": blocks.depth, **more}
+    return {"BLOCK_M": blocks.rows, "BLOCK_N": blocks.cols, "BLOCK_K": blocks.depth, "LOGS": False, **more}
 
 
 MATRICES = dict.fromkeys(("h_ptr", "w_ptr", "e_ptr", "bias_ptr"), "*bf16") | {"target_ptr": "*i64"}
+
+
+def stored(variant):
+    """Return whether the variant stores log2 E, for a gradient of the entropy, and the dtype of what it stores."""
+    return (True, "i16") if variant == "entropy" else (False, "bf16")
 
 
 def descriptor(capability, variant, form):
@@ -52,13 +57,14 @@ def descriptor(capability, variant, form):
     kernel, options = head_kernels._linear_exp_fwd_kernel, VARIANTS[variant]
     blocks = launch.exp_blocks(capability // 10, "softcap" in options, "bias" in options)
     flatten = head_kernels.flattens(capability // 10, "softcap" in options, "bias" in options)
-    constants = sizes(blocks, PROGRAMS=132, GROUP_M=head_kernels.GROUP_M, FLATTEN=flatten)
+    logs, dtype = stored(variant)
+    constants = sizes(blocks, PROGRAMS=132, GROUP_M=head_kernels.GROUP_M, FLATTEN=flatten, LOGS=logs)
     left_out = {"stored": ("patch_ptr",), "forward-only": ("patch_ptr", "e_desc"), "recomputing": ("total_ptr",)}[form]
     constants |= absent(kernel, options, "mix_ptr", *left_out)
     types = MATRICES | {
         "h_desc": f"tensordesc<bf16[{blocks.rows}, {blocks.depth}]>",
         "w_desc": f"tensordesc<bf16[{blocks.cols}, {blocks.depth}]>",
-        "e_desc": f"tensordesc<bf16[{blocks.rows}, {blocks.cols}]>",
+        "e_desc": f"tensordesc<{dtype}[{blocks.rows}, {blocks.cols}]>",
     }
     return Compilation(kernel, capability, constants, types, blocks.warps, blocks.stages)
 
@@ -67,9 +73,11 @@ def pointer(capability, variant, depth):
     kernel, options = head_kernels._linear_exp_ptr_fwd_kernel, VARIANTS[variant]
     plain = depth == "even" and not {"softcap", "entropy"} & set(options)
     blocks = launch.exp_ptr_blocks(*divmod(capability, 10), plain)
-    constants = sizes(blocks, LOOP=False, EVEN_K=depth == "even", GROUP_M=head_kernels.GROUP_M)
+    logs, dtype = stored(variant)
+    constants = sizes(blocks, LOOP=False, EVEN_K=depth == "even", GROUP_M=head_kernels.GROUP_M, LOGS=logs)
     constants |= absent(kernel, options, "patch_ptr", "mix_ptr", "flag_ptr")
-    return Compilation(kernel, capability, constants, MATRICES, blocks.warps, blocks.stages)
+    types = MATRICES | {"e_ptr": f"*{dtype}"}
+    return Compilation(kernel, capability, constants, types, blocks.warps, blocks.stages)
 
 
 def rewriting_pointer(capability, use):
@@ -115,7 +123,8 @@ WANTS |= {"policy": (NAN_MINIMUM,), "logits": (WIDE_LOADS, NAN_MINIMUM)}
 
 def row_kernel(capability, name):
     kernel, constants, warps = ROW_KERNELS[name]
-    types = {"z_ptr": "*bf16", "d_ptr": "*bf16", "e_ptr": "*bf16", "target_ptr": "*i64", "place_ptr": "*i64"}
+    types = {"z_ptr": "*bf16", "d_ptr": "*bf16", "target_ptr": "*i64", "place_ptr": "*i64"}
+    types |= {"e_ptr": "*i16" if name == "entropy" else "*bf16"}
     types |= {"out_ptr": "*bf16" if name == "entropy" else "*fp32"}
     return Compilation(kernel, capability, constants, types, warps, matrix=False, wants=WANTS.get(name, ()))
 

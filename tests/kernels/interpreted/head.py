@@ -69,7 +69,7 @@ IN_BF16 = {
     "bonus": partial(cases.fused_loss, objective=cases.BONUS),
     "recomputed": partial(cases.fused_loss, objective=cases.BONUS, **SOFTCAP),
     "log-probs": partial(cases.logprob, **cases.EVERYTHING),
-    "unlikely targets": partial(cases.logprob, entropy=False, flagged=True),  # computed again, from their maximum
+    "unlikely targets": partial(cases.logprob, flagged=True),  # computed again, from their maximum
 }
 QUICK_IN_BF16 = ("loss by chunks", "unlikely targets")
 
@@ -184,10 +184,12 @@ def test_rows_past_2_to_the_31():
     arguments = head_kernels.Head(hidden, weight, None, targets, 1.0, None, None).checked()
     far = torch.empty_strided((3, 50), (2**30, 1), dtype=torch.float16)
     near = head_kernels.empty_exps(3, 50, far)
-    rows = [head_kernels.rows_fwd(arguments, exps, True) for exps in (far, near)]
-    assert torch.equal(*rows) and torch.equal(far, near)
+    for logs in (False, True):
+        both = [exps.view(torch.int16) if logs else exps for exps in (far, near)]
+        rows = [head_kernels.rows_fwd(arguments, exps, True, None, logs) for exps in both]
+        assert torch.equal(*rows) and torch.equal(*both)
     for exps in (far, near):
-        head_kernels.head_entropy_bwd(exps, targets, rows[0], *torch.ones(2, 3), exps)
+        head_kernels.head_entropy_bwd(exps.view(torch.int16), targets, rows[0], *torch.ones(2, 3), exps)
     assert torch.equal(far, near)
 
 

@@ -22,7 +22,7 @@ def calls():
     full = (hidden, weight, bias, targets, 1.0, temperatures, 5.0)
     bare = (hidden, weight, None, targets, 0.7, None, None)
     g, h = torch.randn(2, N)
-    rows, exps = heads.linear_logprob_fwd(*bare, True, True, 8192, None)
+    rows, exps = heads.linear_logprob_fwd(*bare, True, True, False, 8192, None)
 
     def gradients():
         return heads.empty_gradients(N, weight, (True, True, True))
@@ -34,12 +34,12 @@ def calls():
     taller = torch.cat([z[:5], z])
     stats = logits.logits_stats(z, None, targets, 0.7, None)
     return {
-        "linear_logprob_fwd": (heads.linear_logprob_fwd, (*bare, True, False, 8192, None)),
-        "linear_logprob_fwd, chunks": (heads.linear_logprob_fwd, (*full, False, True, 16, None)),
+        "linear_logprob_fwd": (heads.linear_logprob_fwd, (*bare, True, True, True, 8192, None)),
+        "linear_logprob_fwd, chunks": (heads.linear_logprob_fwd, (*full, False, True, False, 16, None)),
         "linear_logprob_bwd": (heads.linear_logprob_bwd, (*full, rows, g, h, *gradients(), 16, None)),
         "linear_logprob_bwd, frozen": (heads.linear_logprob_bwd, (*bare, rows, g, None, None, None, None, 8192, None)),
         "head_products": (heads.head_products, (exps, g, hidden, weight, *gradients(), 0, None)),
-        "head_entropy_bwd": (heads.head_entropy_bwd, (exps, targets, rows, g, h, torch.empty_like(exps))),
+        "head_entropy_bwd": (heads.head_entropy_bwd, (exps.log2(), targets, rows, g, h, torch.empty_like(exps))),
         "policy_loss_rows": (logits.policy_loss_rows, (rows[0], tokens[0], None, *tokens[1:], None, None, *knobs)),
         "logits_stats": (logits.logits_stats, (taller, places, targets, 1.0, temperatures)),
         "logits_grpo_": (logits.logits_grpo_, (z, None, targets, 0.7, None, *tokens, None, None, *knobs)),
