@@ -1,5 +1,9 @@
 """Counts the kernels that a decode step launches on a GPU, without one: `python -m benchmarks.launches`.
 
+Three kinds of layers are counted: those of transformers, those with liger-kernel's parts, and the engine's own
+(fastgrpo/rollout/layers.py). With adapters the latter multiply with merged weights ("lora"), which costs no launch, or
+add the adapters apart ("lora apart").
+
 The step runs on the `meta` device, where nothing is computed, and a dispatch mode sees every operator. An operator that
 only returns views of its inputs, or uninitialized memory, launches nothing. Every other operator counts as one launch.
 Composite operators are decomposed first. A Triton launch counts as one too, both ours and liger-kernel's.
@@ -26,15 +30,15 @@ from fastgrpo.kernels import launch
 from fastgrpo.policy import liger_layers
 from fastgrpo.policy.device import cast
 from fastgrpo.policy.load import prepare
-from fastgrpo.policy.lora import add_lora
+from fastgrpo.policy.lora import add_lora, base_layer
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.attention import TOKENS_BEFORE_HEADS, DecodeAttention, GroupDecode
+from fastgrpo.rollout.layers import Joined, Layers, groups
 from fastgrpo.rollout.slots import Geometry, Slots
 
 LANES = 8
 GEOMETRY = Geometry(lanes=LANES, capacity=32, prompts=4, longest_prompt=16, group=4, flat=False)
 ARCHITECTURES = ("qwen2", "llama", "qwen3")
-PROVIDERS = {"triton": GroupDecode}
 ALLOCATIONS = ("empty", "new_empty")  # prefixes of operators that return uninitialized memory
 
 
@@ -96,31 +100,41 @@ def meta_gpu(*modules: str) -> Iterator[None]:
             vars(module).update(contents)
 
 
-def of_step(architecture: str, provider: str, lora: bool, liger: bool, layers: int) -> list[str]:
+def of_step(architecture: str, lora: str, kind: str, layers: int) -> list[str]:
     """Run the layers of one decode step in bf16, from embedding to last norm, and return its launches in order."""
     with meta_gpu():
         model = prepare(tiny_model(architecture, num_hidden_layers=layers)).module
         cast(model, torch.bfloat16)
-        if liger:
+        if kind == "liger":
             liger_layers.apply_liger(model, True)
         if lora:
             add_lora(model, r=8, alpha=16, target_modules=("all-linear",))
-        model.to("meta")
+        policy = Policy.of(model.to("meta"))
         slots = Slots(GEOMETRY, torch.device("meta"), TOKENS_BEFORE_HEADS)
         ids = torch.zeros(LANES, dtype=torch.int64, device="meta")
         with torch.inference_mode():
+            run = policy if kind != "fused" else Layers(policy, list(_products(policy, lora)), fused=True)
             for _ in range(2):  # the first step allocates the slots
                 with launches() as names:
-                    Policy.of(model).states(ids, ids, DecodeAttention(slots, PROVIDERS[provider](), ids))
+                    run.states(ids, ids, DecodeAttention(slots, GroupDecode(), ids))
     return names
 
 
-def table(liger: bool) -> dict[str, dict[str, int]]:
-    """Count the launches per layer and outside the layers, with or without liger-kernel's layers."""
+def _products(policy, lora):
+    """Yield the products of the engine's own layers."""
+    for linears in groups(policy):
+        merged = [base_layer(linear).weight for linear in linears] if lora == "lora" else None
+        yield Joined(linears, merged and torch.cat(merged))
+
+
+def table() -> dict[str, dict[str, int]]:
+    """Count the launches per layer and outside the layers."""
     counts = {}
-    for architecture, provider, lora in product(ARCHITECTURES, PROVIDERS, (False, True)):
-        two, three = (len(of_step(architecture, provider, lora, liger, layers)) for layers in (2, 3))
-        name = " ".join([architecture, provider, *["lora"] * lora, *["liger"] * liger])
+    for kind, architecture, lora in product(("", "liger", "fused"), ARCHITECTURES, ("", "lora", "lora apart")):
+        if lora == "lora apart" and kind != "fused":
+            continue
+        two, three = (len(of_step(architecture, lora, kind, layers)) for layers in (2, 3))
+        name = " ".join(filter(None, (architecture, kind, lora)))
         counts[name] = {"a layer": three - two, "besides": 3 * two - 2 * three}
     return counts
 
@@ -128,5 +142,5 @@ def table(liger: bool) -> dict[str, dict[str, int]]:
 if __name__ == "__main__":
     if find_spec("liger_kernel") is None:
         sys.exit("the table needs liger-kernel: pip install 'fastgrpo[train]'")
-    rows = (f" {json.dumps(name)}: {json.dumps(counts)}" for name, counts in (table(False) | table(True)).items())
+    rows = (f" {json.dumps(name)}: {json.dumps(counts)}" for name, counts in table().items())
     print("{", ",\n".join(rows), "}", sep="\n")

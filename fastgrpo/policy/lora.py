@@ -131,20 +131,39 @@ def read_adapters(path: Path) -> dict[str, torch.Tensor]:
     return {f"{mine}.default.weight": weights[name] for name, mine in names.items()}
 
 
+def base_layer(layer: torch.nn.Module) -> torch.nn.Module:
+    """Return a layer without its adapter, or the layer itself if it has none."""
+    return layer.get_base_layer() if hasattr(layer, "lora_A") else layer
+
+
+def adapter_of(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+    """Return A [r, D], B [F, r] and alpha / r of a layer's adapter, or None."""
+    if not hasattr(layer, "lora_A") or "default" not in layer.lora_A or layer.disable_adapters:
+        return None
+    return layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"]
+
+
+@torch.no_grad()
+def merged_weight(layer: torch.nn.Module) -> torch.Tensor:
+    """Compute W + alpha / r B A in fp32, and round it once to the dtype of W. Without an adapter, return W."""
+    weight, adapter = base_layer(layer).weight.detach(), adapter_of(layer)
+    if adapter is None:
+        return weight
+    down, up, scale = adapter
+    change = up.float() @ down.float()
+    return torch.add(weight.float(), change.T if layer.fan_in_fan_out else change, alpha=scale).to(weight.dtype)
+
+
 @torch.no_grad()
 def merged(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy a policy with adapters into a model without, on the CPU, with weights W + alpha / r B A.
-
-    Each sum is computed in fp32 and rounded once to the dtype of W.
-    """
+    """Copy a policy with adapters into a model without, on the CPU, with weights W + alpha / r B A."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
     weights = {id(value): value.to("cpu", copy=True) for value in model.parameters()}
     for name in layers:
         layer = model.get_submodule(name)
-        weight, delta = layer.get_base_layer().weight, layer.get_delta_weight("default")
-        weights[id(weight)] = (weight.float() + delta.float()).to("cpu", weight.dtype)
+        weights[id(base_layer(layer).weight)] = merged_weight(layer).cpu()
     memo = {key: torch.nn.Parameter(value, requires_grad=False) for key, value in weights.items()}
     plain = copy.deepcopy(model, memo).cpu()  # deepcopy takes the parameters from the memo
     for name in layers:

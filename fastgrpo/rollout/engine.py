@@ -298,7 +298,7 @@ class RolloutEngine(RolloutBackend):
         self.running = []  # the Running of each lane up to the last one in use; None for a free lane
         self.geometry = self.slots = self.lanes = self.provider = None
         self.stops = {}  # stop ids on the device; graphs read them
-        self.weights = HeldWeights(self.policy, self.graphs)
+        self.weights = HeldWeights(self.policy, self.graphs, self._memory_left)
         self.steps = 0  # decode steps so far
 
     @classmethod
@@ -501,7 +501,7 @@ class RolloutEngine(RolloutBackend):
             requests += self._later(requests)
         provider = make_provider(self.attention, policy.device, policy.dtype, head_dim(shape), copied)
         if self.budget is None:
-            self.left = memory_left(policy.device, self.reserved() if self.reserved else 0)
+            self.left = self._memory_left()
             self.budget = int(self.memory_utilization * self.left)
         # Completions that wait for tools keep their slots while others draw, so there may be more slots than draws.
         waits = any(request.dialogues for request in self.waiting)
@@ -529,6 +529,9 @@ class RolloutEngine(RolloutBackend):
         longest, limit = max(length for length, _ in requests), max(max(limits) for _, limits in requests)
         longest, limit = (int(min(2 ** math.ceil(math.log2(tokens)), context)) for tokens in (longest, limit))
         return [(longest, [limit])] * self.max_num_seqs
+
+    def _memory_left(self):
+        return memory_left(self.policy.device, self.reserved() if self.reserved else 0)
 
     def _start(self, groups):
         """Prefill groups and assign their completions to lanes. If the prefill fails, requeue the groups."""
@@ -610,8 +613,7 @@ class RolloutEngine(RolloutBackend):
         inputs = ids.roll(1)
         inputs[self._tensor([0, *accumulate(counts[:-1])])] = self.lanes.token[index]
         positions = self._tensor([p + own + i for (p, own), n in zip(past, counts, strict=True) for i in range(n)])
-        with self.weights.packed.in_use():
-            self.policy.states(inputs, positions, context)
+        self.weights.states(inputs, positions, context)
         self.lanes.append(index, self._tensor(counts), ids)
         for each, count in zip(running, counts, strict=True):
             each.given.append(slice(each.turn, each.turn + count))

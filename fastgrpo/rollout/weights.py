@@ -4,22 +4,34 @@ On a CPU, torch's matrix product reorders the weight in each call, which takes m
 decode step. A rollout multiplies hundreds of times with the same weights, so `PackedWeights` converts them to oneDNN's
 memory order once.
 
+Adapters are merged into copies, W + alpha / r B A in fp32, rounded once. The weights of the policy are never written.
+
 Shapes: N tokens, S rows of logits, D inputs and F outputs of a layer, V vocabulary.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 
+from fastgrpo.loss.dispatch import HAS_TRITON, trusted
+from fastgrpo.policy.lora import adapter_of, base_layer, merged_weight
 from fastgrpo.policy.model import Context, Policy
+from fastgrpo.rollout.attention import DecodeAttention
 from fastgrpo.rollout.graph import Graphs
+from fastgrpo.rollout.layers import Joined, Layers, groups, obstacle
 
+if HAS_TRITON:
+    from fastgrpo.kernels import launch
+
+logger = logging.getLogger(__name__)
 PACKED_FROM = 16  # minimum tokens of a completion: fewer decode steps take less time than packing the weights
 
 OPS = "_reorder_linear_weight", "_linear_pointwise"  # the operators that torch.compile uses for oneDNN
 FEW_ROWS = 32  # oneDNN chooses the memory order for products of about this many rows
+MERGED_SHARE = 0.3  # maximum share of the free memory for copies with merged adapters
 
 
 def packable(policy: Policy) -> bool:
@@ -38,7 +50,8 @@ class PackedWeights:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.forwards, self.head = [], None  # pairs of layer and replacement forward; the head's packed weight
+        self.known = obstacle(policy) is None
+        self.free()
 
     @torch.inference_mode()
     def pack(self) -> None:
@@ -46,16 +59,26 @@ class PackedWeights:
         if self.head is not None or not packable(self.policy):
             return
         dtype, head = self.policy.dtype, self.policy.module.get_output_embeddings()
-        for layer in self.policy.module.modules():
+        if self.known:
+            products = [self._joined(linears) for linears in groups(self.policy)]
+            self.layers = Layers(self.policy, products, fused=False)
+        for layer in () if self.known else self.policy.module.modules():
             # Skip layers whose forward is already replaced, as offloading does.
             linear = type(layer) is torch.nn.Linear and layer is not head and layer.weight.dtype == dtype
             if linear and "forward" not in vars(layer):
                 self.forwards.append((layer, partial(_linear, packed=_packed(layer.weight), bias=layer.bias)))
         self.head = _packed(head.weight.float())  # log-probs need fp32 logits
 
+    def _joined(self, linears):
+        """Pack layers with the same input as one product, with merged adapters."""
+        biases = [base_layer(linear).bias for linear in linears]
+        packed = _packed(torch.cat([merged_weight(linear) for linear in linears]))
+        return partial(_linear, packed=packed, bias=None if biases[0] is None else torch.cat(biases))
+
     def free(self) -> None:
         """Free the copies."""
-        self.forwards, self.head = [], None
+        self.layers = self.head = None  # the layers with packed products, if they are known; the head's packed weight
+        self.forwards = []  # pairs of layer and replacement forward, for other models
 
     @contextmanager
     def in_use(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None]:
@@ -87,13 +110,20 @@ class HeldWeights:
     """Keeps the weights of a policy gathered while requests are in flight.
 
     All keys and values in flight must come from one version of the weights. CUDA graphs read them at fixed addresses.
+
+    Args:
+        policy: The policy.
+        graphs: The graphs that read the weights.
+        free: Returns the bytes of free memory, of which copies with merged adapters may take a share.
     """
 
-    def __init__(self, policy: Policy, graphs: Graphs) -> None:
-        self.policy, self.graphs = policy, graphs
+    def __init__(self, policy: Policy, graphs: Graphs, free: Callable[[], float]) -> None:
+        self.policy, self.graphs, self.free = policy, graphs, free
         self.gathered, self.addresses = ExitStack(), None
         self.parameters, self.version = [], 0
         self.packed = PackedWeights(policy)
+        self.fused, self.layers = uses_kernels(policy), None
+        self.copies = None  # by number of the group: the weight with merged adapters
 
     def hold(self, longest: int) -> None:
         """Gather the weights before requests start, and record their addresses and versions.
@@ -107,12 +137,32 @@ class HeldWeights:
 
     def _gather(self):
         self.release()
-        gathered = self.policy.gather(keep=self.graphs.enabled)
-        addresses = [weight.data_ptr() for weight in self.gathered.enter_context(gathered)]
+        self.gathered.enter_context(self.policy.gather(keep=self.graphs.enabled))
+        if self.fused:
+            self._join()
+        addresses = [weight.data_ptr() for weight in self.policy.module.parameters()]
         if addresses != self.addresses:
             self.graphs.clear()
         self.addresses, self.parameters = addresses, self.policy.parameters()
         self.version = self._writes()
+
+    @torch.no_grad()
+    def _join(self):
+        """Make the products of the layers, with merged adapters if their copies fit."""
+        joined = groups(self.policy)
+        if self.copies is None:
+            adapted = [i for i, linears in enumerate(joined) if any(map(adapter_of, linears))]
+            weights = {i: [base_layer(linear).weight for linear in joined[i]] for i in adapted}
+            size = sum(weight.nbytes for each in weights.values() for weight in each)
+            fits = size <= MERGED_SHARE * self.free()
+            self.copies = {i: torch.cat(each) for i, each in weights.items() if fits}
+            if adapted:
+                how = "merged" if fits else "apart, since their merged weights do not fit"
+                logger.info("rollouts compute the adapters %s (%.2f GiB)", how, size / 2**30)
+        for i, copy in self.copies.items():
+            torch.cat([merged_weight(linear) for linear in joined[i]], out=copy)
+        products = [Joined(linears, self.copies.get(i)) for i, linears in enumerate(joined)]
+        self.layers = Layers(self.policy, products, fused=True)
 
     def check(self) -> None:
         """Raise if the weights have changed since requests started."""
@@ -132,11 +182,40 @@ class HeldWeights:
     ) -> torch.Tensor:
         """Run packed tokens [N] through layers and head without gradients, and return fp32 logits [S, V] of `rows`."""
         with self.packed.in_use() as product:
-            states = self.policy.states(input_ids, position_ids, context)
-            return self.policy.logits(states[rows], product)
+            return self.policy.logits(self.states(input_ids, position_ids, context)[rows], product)
+
+    def states(self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: Context) -> torch.Tensor:
+        """Run packed tokens [N] through the layers without gradients. Return [N, D]."""
+        inputs = input_ids, position_ids, context
+        layers = self.packed.layers
+        if self.fused and isinstance(context, DecodeAttention):
+            variant = {
+                "model": type(self.policy.module).__name__,
+                "dtype": self.policy.dtype,
+                "merged": bool(self.copies),
+            }
+            check = partial(self.layers.difference, self.policy, *inputs)
+            layers = self.layers if trusted("decode layers", input_ids.device, variant, check) else None
+        with self.packed.in_use():
+            return (layers or self.policy).states(*inputs)
 
     def release(self) -> None:
         """Release the gathered and packed weights."""
         self.packed.free()
         self.parameters = []
         self.gathered.close()
+
+
+def uses_kernels(policy: Policy) -> bool:
+    """Return whether decode steps use the Triton kernels of `Layers`. On a GPU, log it once."""
+    device = policy.device
+    if device.type != "cuda":
+        return False
+    problem = obstacle(policy) or (None if HAS_TRITON and launch.runs_on(device) else "the GPU lacks the kernels")
+    if problem not in _logged:
+        _logged.add(problem)
+        logger.info("rollout layers on %s: %s", device.type, f"transformers' ({problem})" if problem else "fused")
+    return problem is None
+
+
+_logged = set()

@@ -75,7 +75,9 @@ def save_model(trainer: Any, output_dir: str | Path | None = None) -> None:
     whole = trainer.policy.full_state_dict() if trainer.policy.lockstep else None
     if trainer.ranks.lead:
         inside = path.resolve() == trainer.log.dir.resolve()
-        card, states = card_of(trainer, adapters=trainer.args.use_peft), whole or trainer.policy.state_dict()
+        card = card_of(trainer, adapters=trainer.args.use_peft)
+        # On the host: save_pretrained would clone weights that share memory on the GPU.
+        states = whole or {name: value.cpu() for name, value in trainer.policy.state_dict().items()}
         with _claimed(trainer, "final") if inside else nullcontext(path) as path:
             write_model(path, trainer.policy.module, trainer.tokenizer, states, card)
         if inside:

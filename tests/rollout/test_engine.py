@@ -13,6 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from fastgrpo.rollout import engine as engine_module
+from fastgrpo.rollout import weights as weights_module
 from fastgrpo.rollout.engine import Lanes, RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams, filter_logps, penalize
 
@@ -50,15 +51,17 @@ PAIRS = [
 
 @pytest.mark.parametrize("backend, architecture", PAIRS, indirect=["backend"])
 @settings(max_examples=4, phases=[Phase.generate])
-@given(REQUESTS, st.integers(0, 12), st.sets(st.integers(0, 63), max_size=9), st.sampled_from([1.0, 1.3, 0.8]))
-def test_greedy_equals_generate(backend, architecture, requests, spare, stops, penalty):
-    """Whatever the group sizes, limits, stop tokens, lanes and penalty."""
+@given(REQUESTS, st.integers(0, 12), st.sets(st.integers(0, 63), max_size=9), st.sampled_from([1.0, 1.3, 0.8]),
+       st.sampled_from([1, LONGEST]))  # fmt: skip
+def test_greedy_equals_generate(backend, architecture, requests, spare, stops, penalty, packed_from):
+    """Whatever the group sizes, limits, stop tokens, lanes and penalty, with packed weights and without."""
     sampling = SamplingParams(temperature=0, stop_token_ids=tuple(stops), repetition_penalty=penalty)
     sampling = dataclasses.replace(sampling, max_tokens=LONGEST)
     rollouts = backend(model_of(architecture), max_num_seqs=max(len(limits) for _, limits in requests) + spare)
     for i, (number, limits) in enumerate(requests):
         rollouts.add_request(POOL[number], len(limits), sampling, request_id=i, max_tokens=limits)
-    found = finish(rollouts)
+    with mock.patch.object(weights_module, "PACKED_FROM", packed_from):
+        found = finish(rollouts)
     for i, (number, limits) in enumerate(requests):
         for rollout, limit in zip(found[i], limits, strict=True):
             expected = cut(greedy(architecture, number, penalty), limit, stops)

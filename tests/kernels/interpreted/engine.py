@@ -8,11 +8,13 @@ import tiny
 import torch
 from drawing import PROMPTS, ids_of
 
-from fastgrpo.kernels import decode
+from fastgrpo.kernels import decode, layer
 from fastgrpo.kernels.sampling import sample as fused
 from fastgrpo.loss import dispatch
+from fastgrpo.policy.lora import add_lora
 from fastgrpo.rollout import engine as engine_module
 from fastgrpo.rollout import sampling as sampling_module
+from fastgrpo.rollout import weights as weights_module
 from fastgrpo.rollout.attention import GroupDecode
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams, draws_differ
@@ -77,6 +79,46 @@ def test_the_first_use_of_group_decode_is_checked(planted, monkeypatch, caplog):
     assert ids_of(seen) == ids_of(expected)
     assert set(dispatch._verdicts.values()) == {not planted}
     assert ["the kernel of group_decode failed" in x.getMessage() for x in caplog.records] == [True] * planted
+
+
+@pytest.mark.parametrize(
+    "name, share, planted",
+    [("qwen3", None, 0), ("llama", 1.0, 0), ("qwen2", 0.0, 0), ("llama", None, 1.0)],
+    ids=["qwen3", "llama, merged adapters", "qwen2, adapters apart", "wrong"],
+)
+def test_fused_layers_draw_what_transformers_draws(name, share, planted, monkeypatch, caplog):
+    """A decode step by the kernels alone, checked in its first use. The planted error: a large epsilon."""
+    model, count = tiny.model(name), 3
+    if share is not None:
+        add_lora(model, r=2, alpha=4, target_modules=["q_proj", "up_proj", "down_proj"])
+        monkeypatch.setattr(weights_module, "MERGED_SHARE", share)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "bias" in key or "norm" in key or "lora_B" in key:
+                parameter.add_(torch.randn(parameter.shape) * 0.2)
+    how = {"do_sample": False, "max_new_tokens": count, "eos_token_id": None, "pad_token_id": 0}
+    prompt = PROMPTS[0]
+    ids = model.generate(torch.tensor([prompt]), **how)
+    monkeypatch.setattr(dispatch, "_verdicts", {})
+    monkeypatch.setenv(dispatch.VARIABLE, "1")
+    monkeypatch.setattr(engine_module, "make_provider", lambda *args: GroupDecode())
+    monkeypatch.setattr(weights_module, "uses_kernels", lambda policy: True)
+    calls, norm = [], layer.add_rms_norm
+
+    def counted(hidden, added, weight, eps):
+        calls.append(eps)
+        return norm(hidden, added, weight, planted or eps)
+
+    monkeypatch.setattr(layer, "add_rms_norm", counted)
+    engine = RolloutEngine(model)
+    for found in engine.generate([prompt], 2, SamplingParams(temperature=0, max_tokens=count)):
+        assert found.ids == ids[0, len(prompt) :].tolist()
+        logps = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        exact = logps.gather(1, torch.tensor(found.ids)[:, None])[:, 0]
+        torch.testing.assert_close(found.logps, exact, atol=1e-5, rtol=0)
+    assert len(calls) == 5 * (1 if planted else 3)  # of two layers and the last norm; the check is one more step
+    assert ["the kernel of decode layers failed" in x.getMessage() for x in caplog.records] == [True] * bool(planted)
+    assert share is None or bool(engine.weights.copies) == (share > 0)
 
 
 @pytest.mark.parametrize(
