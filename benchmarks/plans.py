@@ -17,6 +17,7 @@ ROOMS = {24: 23.5, 40: 39.4, 80: 79.1, 141: 139.7}  # GB of a GPU, and GiB that 
 LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
 RUNS = {  # name of the row -> model and settings
     "0.5B": ("0.5B", {}), "1.5B": ("1.5B", {}), "7B": ("7B", {}), "7B, LoRA": ("7B", LORA),
+    "7B, fsdp2_offload": ("7B", {"parallel": "fsdp2_offload"}),
 }  # fmt: skip
 STEP = {"prompts_per_step": 64, "num_generations": 16, "max_completion_length": 1024, "use_liger_kernel": True}
 

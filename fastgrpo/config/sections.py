@@ -235,6 +235,9 @@ class ModelConfig:
     gradient_checkpointing: Literal["auto", True, False] = "auto"
     """Recompute the layers in the backward pass, which saves memory and takes about a third more time. auto is True on
     a CPU. On a GPU, auto recomputes the fewest layers with which the activations fit into memory."""
+    activation_offloading: bool = False
+    """Keep the inputs of recomputed layers in pinned host memory until the backward pass. This saves GPU memory, and
+    copies them over PCIe. All layers are then recomputed."""
     use_peft: bool = False
     """Train LoRA adapters without dropout, and freeze the model. In GRPO, the reference then needs no memory."""
     lora_r: Count = 16

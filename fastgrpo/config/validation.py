@@ -50,7 +50,7 @@ reward_timeout reward_errors reward_workers max_eval_samples eval_num_generation
 quiet log_completions num_completions_to_print output_dir overwrite_output_dir
 logging_steps logging_first_step disable_tqdm eval_steps eval_on_start save_steps save_total_limit
 metric_for_best_model greater_is_better resume_from_checkpoint profile report_to run_name project
-push_to_hub hub_model_id hub_private_repo parallel ddp_timeout
+push_to_hub hub_model_id hub_private_repo parallel ddp_timeout activation_offloading
 """
 # Settings that it may change with a warning: it then does not continue bit for bit.
 RESUME_INEXACT = """
@@ -134,6 +134,13 @@ def _adapters_are_their_own_reference(use_peft, ref_storage, sync_ref_model):
     if asked and use_peft:
         raise ValueError(
             f"{asked[0]} cannot be combined with use_peft, whose reference is the policy without adapters; leave it out"
+        )
+
+
+def _offloaded_layers_are_recomputed(activation_offloading, gradient_checkpointing):
+    if activation_offloading and gradient_checkpointing is False:
+        raise ValueError(
+            "activation_offloading keeps only the inputs of recomputed layers; leave gradient_checkpointing at auto"
         )
 
 
@@ -254,6 +261,7 @@ RULES = (
     _the_backend_can_abort,
     _punishment_fits,
     _adapters_are_their_own_reference,
+    _offloaded_layers_are_recomputed,
     _a_quantized_reference_rests,
     _each_reward_is_scaled_by_its_group,
     _tokens_can_have_advantages,

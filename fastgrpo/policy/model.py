@@ -6,7 +6,7 @@ logits of a whole batch.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -91,6 +91,7 @@ class Policy:
     """
 
     lockstep = False  # whether all ranks must run every forward and backward pass together, as with sharded weights
+    offloads = False  # whether the inputs of recomputed layers are kept in pinned host memory
     _copy = staticmethod(torch.Tensor.copy_)  # copies a value into a weight
 
     def __init__(self, module: PreTrainedModel, own_attention: bool = False, grouped: bool | None = None):
@@ -314,18 +315,19 @@ class Policy:
 
     @contextmanager
     def _checkpointing(self):
-        """Enable gradient checkpointing if gradients are enabled.
+        """Enable gradient checkpointing if gradients are enabled, and keep the inputs of layers on the host if asked.
 
         A layer checkpoints if its attribute `training` is True, which holds only within this context.
         """
-        layers = []
+        layers, offloads = [], self.offloads and torch.is_grad_enabled()
         if torch.is_grad_enabled():
             modules = self.module.base_model.modules()
             layers = [layer for layer in modules if isinstance(layer, GradientCheckpointingLayer)]
         for layer in layers:
             layer.training = True
         try:
-            yield
+            with torch.autograd.graph.save_on_cpu(pin_memory=True) if offloads else nullcontext():
+                yield
         finally:
             for layer in layers:
                 layer.training = False

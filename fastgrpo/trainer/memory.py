@@ -283,6 +283,8 @@ class _Planner:
         counts, why = range(every + 1), ""
         if on != "auto":
             counts, why = [every * on], "set by gradient_checkpointing"
+        elif self.config.activation_offloading:
+            counts, why = [every], "set by activation_offloading"
         if self.device.type == "cpu" and math.isinf(self.room):
             sizes, counts, why = sizes[:1], counts[-1:], why or "auto is on on a CPU"
         made = []
@@ -474,8 +476,11 @@ class _Planner:
         sizes = [tokens * size for size in self.token_bytes(recomputed)]
         again = f", with {recomputed} layers recomputed" if recomputed else ""
         many = f"{'at most ' * supervised}{tokens:,} tokens"
+        how = f"{many} of a micro-batch{again}"
+        if self.config.activation_offloading:  # one input is on its way out or back
+            how, sizes[0] = f"{sizes[0]:,} bytes of host memory: {how}", sizes[0] // recomputed
         return [
-            Part("activations", sizes[0], f"{many} of a micro-batch{again}", ("head", "layers"), supervised),
+            Part("activations", sizes[0], how, ("head", "layers"), supervised),
             Part("head's inputs", sizes[1], f"{many} and their gradients", ("head",), supervised),
             Part("one layer's backward", sizes[2], f"{many} in one layer", ("layers",), supervised),
         ]
@@ -532,6 +537,7 @@ def _changes(config, ranks):
         "--ref_storage nf4": {"ref_storage": "nf4"},
         f"--reward_model_kwargs {shlex.quote(judges)}": {"reward_model_kwargs": judges},
         "--gradient_checkpointing True": {"gradient_checkpointing": True},
+        "--activation_offloading True": {"activation_offloading": True, "gradient_checkpointing": True},
         f"--max_tokens_per_microbatch {tokens}": {"max_tokens_per_microbatch": tokens},
         f"--max_completion_length {length}": {"max_completion_length": length},
         "--rollout_memory_utilization 1": {"rollout_memory_utilization": 1.0},

@@ -237,6 +237,7 @@ def make_policy(
             reshard_after_forward=args.parallel != "fsdp2_keep",
             cpu_offload=args.parallel == "fsdp2_offload",
         )
+    policy.offloads = args.activation_offloading
     return Made(policy, tokenizer, plan, digest if args.keeps_first_weights else None, parallel, why, wrapper)
 
 

@@ -20,6 +20,7 @@ CASES = {
         {"ref_storage": "cpu", "beta": 0.1, "use_peft": True},
         {"sync_ref_model": True, "beta": 0.1, "use_peft": True},
     ],
+    "_offloaded_layers_are_recomputed": [{"activation_offloading": True, "gradient_checkpointing": False}],
     "_a_quantized_reference_rests": [{"sync_ref_model": True, "beta": 0.1, "ref_storage": "nf4"}],
     "_each_reward_is_scaled_by_its_group": [
         {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"},

@@ -127,6 +127,33 @@ def test_the_activations_are_those_that_autograd_keeps(architecture, dtype, laye
     assert found[1] - found[0] == formula[1] - formula[0]
 
 
+def test_offloaded_activations_change_no_bit_of_the_gradient(monkeypatch):
+    policy = Policy(tiny.model("qwen3", num_hidden_layers=3, gradient_checkpointing=True))
+    held, real = [], torch.autograd.graph.save_on_cpu
+
+    def recorded(**settings):
+        hooks = real(**settings)
+        pack = hooks.pack_hook
+        hooks.pack_hook = lambda tensor: held.append(pack(tensor)) or held[-1]
+        return hooks
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", recorded)
+    batch, gradients = Batch.pack([Sample(list(range(5, 25)), [7] * 30, 1.0)] * 4, "cpu"), []
+    for policy.offloads in (False, True):
+        assert not held
+        policy.completion_states(batch).square().sum().backward()
+        gradients.append([parameter.grad for parameter in policy.parameters() if parameter.grad is not None])
+        policy.module.zero_grad()
+    assert all(map(torch.equal, *gradients)) and len(gradients[0]) > 3
+    inputs = [tensor for _, tensor in held if tensor.numel() == 32 * len(batch.input_ids)]
+    assert len(inputs) >= 3  # one of each layer
+
+
+def test_the_plan_keeps_one_layer_of_offloaded_activations():
+    made = planned_on("0.5B", 24, activation_offloading=True)
+    assert made.recomputed == 24 and sizes(made)["activations"] == made.tokens * 896 * 2
+
+
 @pytest.mark.parametrize("kl, softcap, chunks", [("full", None, 3), ("full", 30.0, 4), ("k3", 30.0, 2)])
 def test_the_head_holds_chunks_of_logits(saved, planned, kl, softcap, chunks):
     """On a CPU in fp32, whatever the dtype; on a GPU 16-bit exponentials."""
@@ -278,7 +305,11 @@ def test_a_trainer_refuses_a_run_that_does_not_fit_before_it_loads_weights(tmp_p
 
 def test_a_trainer_prints_its_plan_where_memory_is_limited(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(setup, "plan_run", functools.partial(plan_run, room=2**40))
+    assert make_trainer(
+        tmp_path / "offloading", gradient_checkpointing="auto", activation_offloading=True
+    ).policy.offloads
     trainer = make_trainer(tmp_path, gradient_checkpointing="auto")
+    assert not trainer.policy.offloads
     assert "of 1024.00 GiB" in capsys.readouterr().out and not trainer.model.is_gradient_checkpointing
     assert trainer.engine.reserved() == trainer.optimizer.bytes_to_come(trainer.policy.device) + trainer.plan.passing
     assert trainer.about()["config"]["gradient_checkpointing"] == "auto"  # the choice is made anew where a run resumes
