@@ -8,6 +8,7 @@ chunk at the end, because a call can only be parsed as a whole.
 import asyncio
 import functools
 import hmac
+import inspect
 import json
 import logging
 import socket
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 HEAD_SECONDS = 15  # time for the head of a request
 BODY_SECONDS = 30  # time for the body of a request
 SHUTDOWN_SECONDS = 5  # time for open requests when the server ends
+TEMPLATE_ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 BUILDERS = 32  # sets of tools whose `TurnBuilder` is kept
 
 
@@ -149,6 +151,7 @@ class Server:
         self.max_model_len = min(limits)
         self.max_body_bytes, self.request_timeout = max_body_bytes, request_timeout
         self.stop_ids = stop_token_ids(self.policy, tokenizer)
+        self.longest_token = max(map(len, tokenizer.get_vocab()))
         self._thread = ThreadPoolExecutor(1, "tokenizer")  # tokenizers may not be used by several threads
         self._builder = functools.lru_cache(BUILDERS)(self._make_builder)
 
@@ -228,19 +231,28 @@ class Server:
     async def _in_thread(self, function, *arguments):
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
+    def _too_long(self, asked):
+        return APIError(
+            400,
+            f"This model's maximum context length is {self.max_model_len} tokens. However, you requested {asked}. "
+            "Please reduce the length of the prompt or completion.",
+            code="context_length_exceeded",
+        )
+
+    def _check_text(self, texts):
+        """Refuse texts that cannot fit before they are tokenized, which takes seconds for a megabyte."""
+        characters = sum(map(len, texts))
+        if characters > self.max_model_len * self.longest_token:
+            raise self._too_long(f"{characters} characters")
+
     def _job(self, ids, body, max_tokens, **more):
         """Make the job of a prompt."""
         self.policy.check_ids(ids, "the prompt")
         room = self.max_model_len - len(ids)
-        wanted = room if max_tokens is None else max_tokens
-        if room < max(wanted, 1 if max_tokens is None else 0):
-            raise APIError(
-                400,
-                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
-                f"{len(ids) + max(wanted, 1)} tokens ({len(ids)} in the prompt, {max(wanted, 1)} in the completion). "
-                "Please reduce the length of the prompt or completion.",
-                code="context_length_exceeded",
-            )
+        wanted = max(room, 1) if max_tokens is None else max_tokens
+        if room < wanted:
+            parts = f"({len(ids)} in the prompt, {wanted} in the completion)"
+            raise self._too_long(f"{len(ids) + wanted} tokens {parts}")
         if body.n > self.scheduler.engine.max_num_seqs:
             raise ValueError(f"n must be at most max_num_seqs={self.scheduler.engine.max_num_seqs}, got {body.n}")
         sampling = body.sampling(max(wanted, 1), self.stop_ids)
@@ -426,11 +438,15 @@ class Server:
         return protocol.reply(kind, self.names[0], written, usage=_usage(jobs, choices))
 
     def _encode(self, text):
+        self._check_text([text])
         return to_prompt({"prompt": text}, self.tokenizer).ids
 
     def _render(self, body):
         """Tokenize messages; with tools, also return the builder that parses the answer."""
         messages, arguments, tools = protocol.to_messages(body.messages), body.chat_template_kwargs, body.schemas
+        if refused := TEMPLATE_ARGUMENTS & arguments.keys():  # a template of a client could run for hours
+            raise ValueError(f"chat_template_kwargs may not set {', '.join(sorted(refused))}")
+        self._check_text(m["content"] for m in messages if isinstance(m.get("content"), str))
         if not tools:
             return to_prompt({"prompt": messages}, self.tokenizer, arguments).ids, None
         builder = self._builder(json.dumps(tools), json.dumps(arguments))

@@ -68,7 +68,7 @@ class SamplingBody(Body):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=1)
     stop: str | list[str] = []
     stop_token_ids: list[Token] = []
     ignore_eos: bool = False
@@ -179,13 +179,16 @@ def to_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 raise ValueError("messages may only have content of type text")
             message["content"] = "".join(part["text"] for part in parts)
         if calls := message.get("tool_calls"):
-            message["tool_calls"] = [_to_call(call) for call in calls]
-            ids = (call.get("id") for call in calls)
-            names |= zip(ids, (call["function"]["name"] for call in message["tool_calls"]), strict=True)
+            message["tool_calls"] = [_to_call(call) for call in (calls if isinstance(calls, list) else [None])]
+            names |= {
+                str(call.get("id")): made["function"]["name"]
+                for call, made in zip(calls, message["tool_calls"], strict=True)
+            }
         elif message.get("role") == "assistant":
             message.setdefault("content", "")
-        if message.get("role") == "tool" and "name" not in message and message.get("tool_call_id") in names:
-            message["name"] = names[message["tool_call_id"]]
+        called = str(message.get("tool_call_id"))
+        if message.get("role") == "tool" and called in names:
+            message.setdefault("name", names[called])
         converted.append(message)
     return converted
 
