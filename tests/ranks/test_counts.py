@@ -1,4 +1,4 @@
-"""The traffic and memory of two ranks in a step, as in docs/scale.md."""
+"""The traffic and memory of two ranks in a step, as in benchmarks/README.md."""
 
 import json
 
