@@ -29,6 +29,7 @@ NEUTRAL = {
     "parallel_tool_calls": True, "modalities": ["text"],
 }  # fmt: skip
 Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[Token], Field(fail_fast=True)]  # a million errors take seconds
 
 
 class APIError(Exception):
@@ -109,7 +110,7 @@ class OpenAIBody(SamplingBody):
 class CompletionBody(OpenAIBody):
     """The body of /v1/completions."""
 
-    prompt: str | list[Token] | list[str] | list[list[Token]]
+    prompt: str | Tokens | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Tokens], Field(fail_fast=True)]
     max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
@@ -163,7 +164,7 @@ class GenerateSampling(SamplingBody):
 class GenerateBody(Body):
     """The body of /inference/v1/generate."""
 
-    token_ids: list[Token]
+    token_ids: Tokens
     sampling_params: GenerateSampling = GenerateSampling()
     model: str = ""
     stream: Literal[False] = False
