@@ -4,7 +4,6 @@ import contextlib
 import errno
 import io
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ import torch
 
 from fastgrpo import distill, train
 from fastgrpo.config import command
-from fastgrpo.config.command import LEFT, escape_controls, new_file, prepare_streams, reader_left, run_command
+from fastgrpo.config.command import new_file, run_command
 from fastgrpo.config.recipe import parse
 
 
@@ -65,7 +64,6 @@ complete -p fastgrpo-train
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the script is for bash")
 def test_bash_completes_flags(capsys, tmp_path):
-    """The block of docs/commands.md gives such scripts to the shell."""
     with pytest.raises(SystemExit):
         train.main(["--tyro-print-completion", "bash"])
     (tmp_path / "script").write_text(capsys.readouterr().out + COMPLETED)
@@ -113,45 +111,6 @@ def test_needs_all_launcher_variables_for_several_processes(monkeypatch, lacking
     assert command.several_processes() is several
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert not command.several_processes()
-
-
-@pytest.fixture
-def pipe(monkeypatch):
-    """Make a pipe the stdout: the stream and its reading end. Called inside of a test, after pytest has set its own."""
-    streams = []
-
-    def make():
-        reading, writing = os.pipe()
-        streams.append(os.fdopen(writing, "w", encoding="ascii"))
-        monkeypatch.setattr("sys.stdout", streams[0])
-        prepare_streams()
-        return streams[0], reading
-
-    yield make
-    streams[0].close()
-
-
-def test_exits_quietly_after_a_broken_pipe(pipe, capfd):
-    _, reading = pipe()
-    assert not reader_left()
-    os.close(reading)
-    assert run_command(lambda argv: print("x"), []) == LEFT == 141
-    assert capfd.readouterr().err == ""
-    print("dropped")
-    assert not reader_left()
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("plain\ttext\nof two lines", "plain\ttext\nof two lines"),
-        ("é 漢 🙂 \u200d", "é 漢 🙂 \u200d"),
-        ("\x1b[2J\x07\r\x00\x0b\x7f\x9b", r"\x1b[2J\x07\r\x00\x0b\x7f\x9b"),
-        ("\u202eabc\u2066d\u2069\ud800", r"\u202eabc\u2066d\u2069\ud800"),
-    ],
-)
-def test_control_characters_are_escaped(text, shown):
-    assert escape_controls(text) == shown
 
 
 def test_a_whole_file_gets_its_name_at_the_end(tmp_path):

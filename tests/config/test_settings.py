@@ -52,7 +52,6 @@ def outside(name):
 
 
 def another(field):
-    """A value that a setting may have and that is not its default."""
     kind = bare(KINDS[field.name])
     if get_origin(kind) is Literal:
         return next(choice for choice in get_args(kind) if choice != field.default)

@@ -26,7 +26,6 @@ def defaults():
 
 
 def changed(**arguments):
-    """The settings that these arguments change."""
     config = dataclasses.asdict(GRPOConfig(**arguments))
     return {name: value for name, value in config.items() if value != OURS[name]}
 
@@ -114,19 +113,14 @@ def test_translates_batch_arguments(case, monkeypatch):
         ("steps_per_generation=2 and generation_b", {"steps_per_generation": 2, "generation_batch_size": 16}),
         ("updates_per_rollout=4", {"per_device_train_batch_size": 2, "steps_per_generation": 4}),
         ("max_steps=5", {"steps_per_generation": 2, "max_steps": 5}),
-        (
-            "ref_model_sync_steps=3",
-            {"gradient_accumulation_steps": 1, "num_iterations": 2, "ref_model_sync_steps": 3} | SYNCED,
-        ),
-        ("eval_strategy='epoch'", {"eval_strategy": "epoch"}),
-        ("fp16=True", {"fp16": True}),
+        ("ref_model_sync_steps=3",
+         {"gradient_accumulation_steps": 1, "num_iterations": 2, "ref_model_sync_steps": 3} | SYNCED),
+        ("eval_strategy='epoch'", {"eval_strategy": "epoch"}), ("fp16=True", {"fp16": True}),
         ("model_init_kwargs has device_map", {"model_init_kwargs": {"device_map": "auto"}}),
         ("per_device_train_batch_size=32", {"per_device_train_batch_size": 32, "prompts_per_step": 3}),
         ("bf16=True", {"bf16": True, "dtype": "float32"}),
-        (
-            "metric_for_best_model=eval_reward",
-            FOUR | {"eval_steps": 10, "save_steps": 5, "metric_for_best_model": "eval_reward"},
-        ),
+        ("metric_for_best_model=eval_reward",
+         FOUR | {"eval_steps": 10, "save_steps": 5, "metric_for_best_model": "eval_reward"}),
     ],
 )  # fmt: skip
 def test_contradictory_or_fractional_arguments_are_refused(named, arguments):
@@ -138,20 +132,16 @@ def test_contradictory_or_fractional_arguments_are_refused(named, arguments):
     "arguments, made",
     [
         # counts of updates become counts of steps, those that TRL's defaults give too
-        (
-            UPDATES | SYNCED | {"max_steps": 12, "logging_steps": 5, "eval_steps": 8, "save_steps": 1,
-                                "ref_model_sync_steps": 8},
-            {"max_steps": 3, "logging_steps": 2, "eval_steps": 2, "save_steps": 1, "ref_model_sync_steps": 2},
-        ),
+        (UPDATES | SYNCED | {"max_steps": 12, "logging_steps": 5, "eval_steps": 8, "save_steps": 1,
+                             "ref_model_sync_steps": 8},
+         {"max_steps": 3, "logging_steps": 2, "eval_steps": 2, "save_steps": 1, "ref_model_sync_steps": 2}),
         (UPDATES | SYNCED, {"logging_steps": 3, "save_steps": 125, "ref_model_sync_steps": 128}),
         ({"per_device_train_batch_size": 8, "num_iterations": 2, "save_strategy": "no"}, {"save_steps": None}),
         # without names of batches, steps are steps
         ({"updates_per_rollout": 2, "max_steps": 5, "use_cpu": True}, {"max_steps": 5, "save_steps": 500}),
         # a checkpoint still meets its evaluation after both are rounded
-        (
-            FOUR | {"eval_steps": 5, "save_steps": 10, "metric_for_best_model": "eval_reward"},
-            {"eval_steps": 2, "save_steps": 4},
-        ),
+        (FOUR | {"eval_steps": 5, "save_steps": 10, "metric_for_best_model": "eval_reward"},
+         {"eval_steps": 2, "save_steps": 4}),
         # evaluations
         ({"eval_strategy": "steps", "eval_steps": 7}, {"eval_steps": 7, "eval_on_start": False}),
         ({"eval_strategy": "steps", "logging_steps": 4}, {"eval_steps": 4, "eval_on_start": False}),
@@ -159,24 +149,17 @@ def test_contradictory_or_fractional_arguments_are_refused(named, arguments):
         ({"eval_strategy": "steps", "eval_steps": 6, "steps_per_generation": 2}, {"eval_steps": 3}),
         ({"num_generations_eval": 2}, {"eval_num_generations": 2}),
         # precision
-        ({"bf16": True}, {"dtype": "bfloat16"}),
-        ({"bf16": False}, {"dtype": "float32"}),
+        ({"bf16": True}, {"dtype": "bfloat16"}), ({"bf16": False}, {"dtype": "float32"}),
         ({"bf16": False, "model_init_kwargs": {"dtype": "bfloat16"}}, {"dtype": "bfloat16"}),
         ({"bf16": True, "model_init_kwargs": {"dtype": "float32"}}, {"dtype": "bfloat16"}),
-        (
-            {"model_init_kwargs": {"torch_dtype": torch.bfloat16, "trust_remote_code": True, "use_cache": False}},
-            {"dtype": "bfloat16", "trust_remote_code": True},
-        ),
+        ({"model_init_kwargs": {"torch_dtype": torch.bfloat16, "trust_remote_code": True, "use_cache": False}},
+         {"dtype": "bfloat16", "trust_remote_code": True}),
         # the rest
-        ({"scale_rewards": True}, {"scale_rewards": "group"}),
-        ({"scale_rewards": False}, {"scale_rewards": "none"}),
-        ({"report_to": None}, {"report_to": ("none",)}),
-        ({"use_cpu": True}, {"device": "cpu"}),
+        ({"scale_rewards": True}, {"scale_rewards": "group"}), ({"scale_rewards": False}, {"scale_rewards": "none"}),
+        ({"report_to": None}, {"report_to": ("none",)}), ({"use_cpu": True}, {"device": "cpu"}),
         ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}),
-        (
-            {"lr_scheduler_type": SchedulerType.COSINE, "eval_strategy": IntervalStrategy.NO},
-            {"lr_scheduler_type": "cosine", "eval_on_start": False},
-        ),
+        ({"lr_scheduler_type": SchedulerType.COSINE, "eval_strategy": IntervalStrategy.NO},
+         {"lr_scheduler_type": "cosine", "eval_on_start": False}),
     ],
 )  # fmt: skip
 def test_translates_arguments(arguments, made):

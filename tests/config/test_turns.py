@@ -29,7 +29,6 @@ KEYWORDS = st.dictionaries(WORDS, st.one_of(st.none(), st.booleans(), st.integer
 
 
 def values_of(name):
-    """Values that a setting may have: most of them are in its bounds."""
     kind, whole = bare(hints(TrainConfig)[name]), hints(TrainConfig)[name]
     if name.endswith("_kwargs"):
         found = KEYWORDS.map(json.dumps)
@@ -49,7 +48,6 @@ def values_of(name):
 
 @st.composite
 def stated(draw):
-    """Some settings that are allowed together."""
     names = [field.name for field in dataclasses.fields(TrainConfig)]
     chosen = draw(st.lists(st.sampled_from(names), max_size=4, unique=True))
     given = {name: value for name, value in ENABLING.items() if draw(st.booleans())}
@@ -62,7 +60,6 @@ def stated(draw):
 
 
 def flags(given):
-    """The command line of settings."""
     for name, value in given.items():
         if isinstance(value, tuple):
             yield from (f"--{name}", *map(str, value))

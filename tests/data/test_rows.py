@@ -57,8 +57,6 @@ def test_hub_data_sets_go_through_datasets(monkeypatch):
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """A data set without an end."""
-
     def __iter__(self):
         while True:
             yield from DATA

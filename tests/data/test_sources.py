@@ -33,8 +33,6 @@ def test_an_epoch_has_every_row_once_in_an_order_of_its_own(count, takes, seed, 
 
 
 class Endless:
-    """A data set that can be iterated over, and has no length."""
-
     def __iter__(self):
         while True:
             yield {"prompt": "a"}

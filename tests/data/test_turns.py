@@ -60,7 +60,6 @@ def tokenizer(text):
 
 
 def rendered(builder, made, messages, **kwargs):
-    """Render a conversation whole, with the template in use."""
     text = made.apply_chat_template(
         messages, tools=TOOLS, tokenize=False, chat_template=builder.chat_template, **kwargs
     )  # fmt: skip

@@ -3,7 +3,6 @@
 import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from docs.examples import lightning_grpo
 from fastgrpo.config.settings import GRPOConfig
@@ -23,8 +22,6 @@ def logps(model, inputs, completions):
 
 
 class Watch(lightning.Callback):
-    """Records the tokens and the loss of each update."""
-
     def __init__(self):
         self.updates = []
 
@@ -36,7 +33,6 @@ class Watch(lightning.Callback):
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """The built-in model with random weights, in a folder."""
     folder = tmp_path_factory.mktemp("model")
     for part in arithmetic.make_model(0):
         part.save_pretrained(folder)
@@ -55,14 +51,12 @@ def easy():
 
 @pytest.fixture
 def real(monkeypatch):
-    """The example's own rewards and sums."""
     for name in ("correctness", "format_reward", "pairs_by_level"):
         monkeypatch.setattr(lightning_grpo, name, getattr(arithmetic, name))
 
 
 @pytest.fixture(scope="module")
 def run(start, easy):
-    """A short run from random weights."""
     watch = Watch()
     lightning_grpo.main(start, updates=UPDATES, prompts=3, callbacks=[watch], **QUIET)
     return watch.updates
@@ -97,21 +91,6 @@ def test_masks_end_with_the_first_stop_token(start, monkeypatch, real):
     states, weight = module.head(module.model, inputs, tokens)
     alone = module.model(inputs["input_ids"][1:2, 1:]).logits[:, -5:-1]
     torch.testing.assert_close(states[1:2] @ weight.T, alone)
-
-
-def test_a_checkpoint_has_one_model_and_is_resumed_between_two_updates_of_a_rollout(start, tmp_path):
-    each = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    options = QUIET | {"enable_checkpointing": True, "limit_val_batches": 0, "callbacks": [each]}
-    lightning_grpo.main(str(start), updates=2, prompts=2, **options)
-    path = tmp_path / "step=1.ckpt"
-    module = lightning_grpo.GRPO(str(start))
-    kept = torch.load(path, weights_only=True)["state_dict"]
-    assert {f"model.{name}" for name in module.model.state_dict()} == kept.keys()
-    trainer = lightning.Trainer(max_steps=3, **QUIET)
-    rows = torch.utils.data.DataLoader([[arithmetic.to_row(10, 1)]] * 4, batch_size=None)
-    trainer.fit(module, rows, ckpt_path=path)
-    assert trainer.global_step == 3
-    assert not any(torch.equal(kept[f"model.{name}"], value) for name, value in module.model.named_parameters())
 
 
 @pytest.mark.slow

@@ -66,7 +66,6 @@ def test_every_loss_equals_the_reference_and_liger_where_liger_is_right(name):
 
 
 def arguments(p, knobs, **more):
-    """Every argument of the function except the logits."""
     return {
         "old_logp": p.old_logps, "ref_logp": p.ref_logps if knobs.get("beta") else None, "completion_ids": p.ids,
         "advantages": p.advantages, "completion_mask": p.mask, "temperature": TEMPERATURE, "vllm_is_ratio": p.ratio,

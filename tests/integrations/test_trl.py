@@ -76,7 +76,6 @@ for i, (kind, knobs) in enumerate(TYPES.items()):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """A folder with the weights of a model."""
     return tiny.save(tmp_path_factory.mktemp("model"))
 
 
@@ -279,7 +278,6 @@ def test_a_run_equals_trls_run(path, tmp_path, name):
 
 
 def wrap(one):
-    """Let a trainer compute its losses under DDP."""
     wrapped, loss = one.accelerator.prepare(one.model), one.compute_loss
     assert isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
     one.compute_loss = lambda model, batch: loss(wrapped, batch)

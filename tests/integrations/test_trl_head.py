@@ -39,7 +39,6 @@ def batch():
 
 
 def both(model, temperature=TEMPERATURE, **options):
-    """The results of TRL's forward and of ours for one batch."""
     inputs, labels = batch()
     add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"), **options)
     theirs = model(**inputs, labels=labels, fused_lm_head=True)
@@ -89,7 +88,6 @@ def test_logits_are_never_made(tmp_path, monkeypatch):
 
 @pytest.fixture
 def mesh():
-    """A device mesh of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()

@@ -95,7 +95,6 @@ def test_autocast_changes_nothing(monkeypatch, hidden_dtype, chunk):
     [("eager", "sequence", 8), ("eager", "token", 8), ("eager", "sequence", None), ("inductor", "token", 8)],
 )
 def test_under_torch_compile(monkeypatch, backend, level, chunk):
-    """In two chunks each is traced anew."""
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("Inductor needs a C++ compiler on the CPU")
     set_chunk(monkeypatch, chunk)

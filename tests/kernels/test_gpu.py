@@ -152,7 +152,6 @@ def test_no_wait_for_the_device(n, level):
 
 
 def test_torch_compile():
-    """In two chunks."""
     head = head_of(16384, 896, 32000)
 
     def loss(hidden, weight):

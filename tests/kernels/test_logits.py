@@ -10,7 +10,6 @@ from fastgrpo.kernels import head_torch
 
 
 def problem(dtype=torch.float64):
-    """Logits [B, T, V] and the other arguments."""
     case = padded_case((5, 3, 0, 4), width=5, dtype=dtype, per_token_temperature=True, sampler=False)
     return case.hidden @ case.weight.T, case.rest()
 

@@ -15,7 +15,6 @@ ITEMS = 37  # tokens of the whole step
 
 
 def batch(name, old=True):
-    """The padded batch, with what the case reads of it."""
     case = padded_case(per_token_temperature=True, old=old)
     return case if name in SAMPLER_CASES else replace(case, sampler_logps=None)
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from paths import ROOT
 
-from fastgrpo import Objective
 from fastgrpo.kernels import reference
 
 
@@ -31,21 +30,3 @@ def test_softcap_by_hand():
         torch.ones(1, 1), torch.tensor([[0.0], [3.0]]), torch.tensor([0]), logit_softcap=2.0
     )
     assert logps.item() == pytest.approx(-math.log(1 + math.exp(2 * math.tanh(1.5))))
-
-
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("token_truncate", [2.0, 0.5, 2.0]),
-        ("token_mask", [0.0, 0.0, 2.0]),
-        ("sequence_truncate", [1.0, 1.0, 2.0]),  # 4 times 1/4; 2
-        ("sequence_mask", [1.0, 1.0, 2.0]),
-    ],
-)
-def test_importance_weights_by_hand(mode, expected):
-    objective = Objective(
-        importance_sampling_mode=mode, importance_sampling_clip_min=0.5, importance_sampling_clip_max=2.0
-    )
-    old = torch.tensor([4.0, 0.25, 2.0]).double().log()
-    weights = reference.importance_weights(old, torch.zeros(3).double(), objective, torch.tensor([2, 1]))
-    assert weights.tolist() == pytest.approx(expected)

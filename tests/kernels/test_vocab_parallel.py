@@ -64,7 +64,6 @@ def set_chunk(rows):
 
 
 def results(head, rest, group, backend):
-    """Everything the two public functions return, and every gradient, by name."""
     found = {}
     for size in (100, 4) if TRITON else (100, 9, 4):  # one chunk, chunks of sequences, sequences longer than a chunk
         set_chunk(size)
@@ -89,7 +88,6 @@ def results(head, rest, group, backend):
 
 
 def check(group):
-    """This rank's results against the whole head on this process."""
     rank = dist.get_rank()
     head, rest = problem(DTYPE)
     expected = results(head, rest, None, "chunked")

@@ -113,13 +113,12 @@ def test_decoupled_equals_the_formula_of_trl():
     assert torch.equal(decoupled_advantages(rewards.tolist(), (1, 0.5, 2), 8, clip=0.5), result.clamp(-0.5, 0.5))
 
 
-@pytest.mark.parametrize(
-    ("name", "rewards", "weights"),
-    [
-        ("rewards", [1.0, 2.0], [1.0]), ("rewards", [[], []], []), ("rewards", [[1.0, math.inf], [3.0, 1.0]], [1, 1]),
-        *(("weights", [[1.0, 2.0], [3.0, 1.0]], x) for x in ([1.0], [1.0, NAN], None, [1e200, 1], [1.7e308, -1.7e308])),
-    ],
-)  # fmt: skip
-def test_wrong_arguments_of_decoupled_advantages_are_refused_by_name(name, rewards, weights):
-    with pytest.raises(ValueError, match=f"^{name} "):
-        decoupled_advantages(rewards, weights, 2)
+def test_wrong_arguments_of_decoupled_advantages_are_refused_by_name():
+    two = [[1.0, 2.0], [3.0, 1.0]]
+    weights = ([1.0], [1.0, NAN], None, [1e200, 1], [1.7e308, -1.7e308])
+    for rewards in ([1.0, 2.0], [[], []], [[1.0, math.inf], [3.0, 1.0]]):
+        with pytest.raises(ValueError, match=r"^rewards "):
+            decoupled_advantages(rewards, [1, 1], 2)
+    for wrong in weights:
+        with pytest.raises(ValueError, match=r"^weights "):
+            decoupled_advantages(two, wrong, 2)

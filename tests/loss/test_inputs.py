@@ -109,6 +109,9 @@ def test_combinations_are_refused_by_name():
         refused("cu_seqlens", linear_grpo_loss, *packed, ones(), **knobs)
     refused("entropy_weights", linear_grpo_loss, *packed, ones(), entropy_weights=ones())  # without entropy_coef
     refused("entropy_coef", grpo_loss, ones(), None, ones(), entropy_coef=0.1)
+    full = {"beta": 0.3, "kl": "full"}  # needs the reference's head
+    refused("linear_grpo_loss", logits_grpo_loss, torch.randn(6, V), targets, ones(), **full)
+    refused("linear_grpo_loss", grpo_loss, -ones(), None, ones(), **full)
     vespo = {"loss_type": "vespo", "sampler_logps": ones(), "cu_seqlens": [0, 6]}
     refused("importance_sampling_mode", linear_grpo_loss, *packed, ones(), **vespo)
 

@@ -36,7 +36,6 @@ def report(tmp_path_factory):
 
 @pytest.fixture
 def page(chromium, report):  # noqa: F811
-    """The report, opened from disk."""
     chromium.open(report)
     yield chromium
     assert chromium.console() == []

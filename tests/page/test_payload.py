@@ -7,7 +7,7 @@ import re
 import pytest
 from page_runs import sample, write_run
 
-from fastgrpo.page.payload import POINTS, WARNINGS, headline, kept_of, payload, stretches_of
+from fastgrpo.page.payload import POINTS, WARNINGS, kept_of, payload, stretches_of
 from fastgrpo.page.reading import find_runs, json_lines, names_of, read_run
 from fastgrpo.page.render import SCRIPTS, asset, policy, render
 from fastgrpo.run.curves import PANELS
@@ -16,10 +16,6 @@ from fastgrpo.run.folder import note
 
 def shown(*folders):
     return payload([read_run(folder, folder.name) for folder in folders], PANELS)
-
-
-def figures(run):
-    return {row["label"]: (row["value"], row["detail"]) for row in headline(run)}
 
 
 # The folder of a run: whole, going on, stopped in the middle of a line, or with little in it.
@@ -69,16 +65,6 @@ def test_folders_become_runs_with_names_that_differ(tmp_path):
 
 
 # The figures at the top.
-def test_the_figures_of_a_finished_run(tmp_path):
-    summary = {"steps": 4, "num_tokens": 1_234_000, "wall_seconds": 3_905.2, "peak_memory_gib": 1.256}
-    folder = write_run(tmp_path, summary=summary, evaluated=[(0, 0.3), (2, 0.9), (4, 0.5)])
-    found = figures(read_run(folder, "a"))
-    assert {label: value for label, (value, _) in found.items()} == {
-        "Held-out accuracy": "0.300 → 0.500", "Reward in training": "0.125 → 0.500", "Steps": "4",
-        "Tokens": "1.23 million", "Time": "1 h 5 min", "Peak memory": "1.26 GiB",
-    }  # fmt: skip
-    assert found["Held-out accuracy"][1] == "95%: 0.200 to 0.400 → 0.400 to 0.600"
-    assert found["Time"][1] == "2 s of it in steps, 0.5 s per step"
 
 
 # Curves.

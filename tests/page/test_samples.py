@@ -9,7 +9,7 @@ import pytest
 from page_runs import TOOLS, sample
 
 from fastgrpo.page.render import ESCAPES
-from fastgrpo.page.samples import BINS, COLUMNS, Block, SampleFile, read_samples
+from fastgrpo.page.samples import BINS, COLUMNS, SampleFile, read_samples
 
 ALL = "All samples in samples.jsonl are in this page."
 TOKENS = {
@@ -35,7 +35,6 @@ def histogram(folder, weights=()):
 
 
 def size(samples):
-    """The size of the steps in a page."""
     text = json.dumps(samples["steps"], ensure_ascii=False, allow_nan=False)
     return len(text.translate(str.maketrans(ESCAPES)).encode())
 
@@ -101,15 +100,6 @@ def test_replaces_invalid_values(tmp_path, given, kept):
     assert size(samples)  # neither JSON nor UTF-8 refuses them
 
 
-def test_reports_problems_of_the_file(tmp_path):
-    lines = "".join(json.dumps(row(step=step)) + "\n" for step in (1, 2, 3, 2))
-    (tmp_path / "samples.jsonl").write_text(lines + '{"step": 2, "group": 0, "x: }\n???\n{"step": 3')
-    samples = samples_of(tmp_path)
-    assert [step["step"] for step in samples["steps"]] == [1, 2]
-    for part in (ALL, "2 damaged lines", "The last line is incomplete", "A resume repeated 2 step(s)"):
-        assert part in samples["note"]
-
-
 def many(text="a <b> & c " * 20):
     details = {"token_ends": list(range(1, 101)), "logps": [-0.12345] * 100, "ratios": [1.2345] * 100}
     places = itertools.product(range(1, 41), range(8), range(2))
@@ -171,14 +161,6 @@ def opened(*lines):
 
 def texts(file, step):
     return [[row["completion"] for row in file.read(step, block)] for block in file.steps[step]]
-
-
-def test_reads_groups_by_their_position():
-    file = opened(line(1, 0, "a"), line(1, 0, "b"), line(1, 3, "c"), line(20, 0, "d").rstrip())
-    assert file.steps[1] == [Block(0, 0, 2), Block(3, 2 * len(line(1, 0)), 1)]
-    assert texts(file, 1) == [["a", "b"], ["c"]] and texts(file, 20) == [["d"]]
-    assert (file.damaged, file.half, file.replaced) == (0, False, set())
-    assert texts(opened(b"\n", b'{"completion": "}", "group": 0 , "step": 7}\n', b" \n"), 7) == [["}"]]
 
 
 @pytest.mark.parametrize("damaged", [

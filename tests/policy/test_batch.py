@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgrpo.data.records import Batch, Sample, prompt_groups
+from fastgrpo.data.records import Batch, Sample
 from fastgrpo.policy.micro_batches import Dealer, micro_batches
 from fastgrpo.ranks import Ranks
 
@@ -82,12 +82,6 @@ def test_values_of_tokens_keep_the_order_of_the_samples(groups, by_token, some_c
     if some_counted:
         expected = expected * (torch.arange(len(samples)) % 2).repeat_interleave(lengths)
     assert torch.equal(batch.advantages, expected)
-
-
-def test_packs_groups_together_with_one_prompt():
-    samples = [Sample(list(prompt), [0], 0.0) for prompt in ([1, 2], [1, 2], [1], [1, 2])]
-    assert [len(group) for group in prompt_groups(samples)] == [2, 1, 1]
-    assert [len(group) for group in prompt_groups(samples, share_prompt=False)] == [1, 1, 1, 1]
 
 
 def inputs(samples, share_prompt=True):

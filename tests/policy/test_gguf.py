@@ -16,7 +16,6 @@ pytestmark = pytest.mark.usefixtures("without_curves")
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The file, and the model and tokenizer that it was written from."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     return path, *tiny_gguf.save(path)
 

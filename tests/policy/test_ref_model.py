@@ -1,7 +1,5 @@
 """The reference: choice of the kind, frozen weights, streaming, quantization and synchronization."""
 
-import sys
-
 import pytest
 import tiny
 import torch
@@ -197,12 +195,3 @@ def test_rejects_nf4_on_a_cpu_where_it_is_wrong():
     pytest.importorskip("bitsandbytes", reason="not installed (extra: quantization)")
     with pytest.raises(ValueError, match=r"q_proj has 32 inputs.*multiple of 64"):
         quantize(tiny.model(), "nf4", "cpu")
-
-
-def test_a_missing_package_of_quantization_is_named(monkeypatch):
-    for module in [*sys.modules]:
-        if module.split(".")[0] == "torchao":
-            monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(ValueError, match="needs torchao: pip install"):
-        quantize(tiny.model(), "int8", "cpu")

@@ -115,19 +115,6 @@ def test_no_part_of_first_gpu_measures_plain_pytorch_under_the_name_of_a_kernel(
     assert sum(part.reserved for part in parts) < first_gpu.SECONDS and parts[-1].reserved >= 30
 
 
-@pytest.mark.parametrize("last, met", [("pass", True), ("os.abort()", False)])
-def test_tests_that_died_are_no_success(tmp_path, last, met):
-    """A real run of pytest, whose second test passes, or ends the process as a bad access does."""
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_planted.py").write_text(f"import os\ndef test_a(): pass\ndef test_b(): {last}\n")
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir=."]
-    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    ended = first_gpu.run_limited([*command, "tests/test_planted.py"], 60, environment, str(tmp_path))
-    part = gpu_part("tests", "")._replace(bars=("failing",))
-    (row,) = first_gpu.bar_rows(first_gpu.Outcome(part, first_gpu.read_tests("failing")(ended), ended.problem, ""))
-    assert row["met"] is met
-
-
 def results_on_disk():
     return {path: path.read_bytes() for path in (ROOT / "benchmarks" / "results").rglob("*") if path.is_file()}
 

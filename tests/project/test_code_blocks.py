@@ -54,7 +54,6 @@ SHELL = {"cat", "echo", "export", "grep", "head", "ls", "mkdir", "tail", "true",
 
 
 def blocks(page):
-    """The blocks of a page, with the marks before them."""
     text = page.read_text()
     for found in FENCE.finditer(text):
         lines = (line.removeprefix(found["indent"]) for line in found["text"].splitlines(keepends=True))
@@ -75,7 +74,6 @@ def commands(text):
 
 
 def given():
-    """What blocks expect to be there: padded and packed tensors of three sequences, and models."""
     mask = torch.ones(3, 6)
     mask[0, 4:] = mask[2, :2] = 0
     model, reference = (Qwen2ForCausalLM(tiny.config(hidden_size=size)).float() for size in (32, 48))
@@ -103,7 +101,6 @@ class Runner:
         self.folder, self.model, self.patch, self.run, self.names = folder, model, patch, run, given()
 
     def python(self, block):
-        """Run a block with a tiny model and few, short steps."""
         text = re.sub(f'"{MODELS}"', f'"{self.model}"', block.text)
         text = re.sub(r"max_completion_length=\d+,? ?", "", text)
         text = re.sub(r"max_steps=\d+", "max_steps=2, max_completion_length=8", text)
@@ -112,7 +109,6 @@ class Runner:
         exec(compile(text, f"block of line {block.line}", "exec"), self.names)
 
     def bash(self, block):
-        """Run or parse every command of a block."""
         for line, words in commands(block.text):
             try:
                 parts = [[]]
@@ -126,7 +122,6 @@ class Runner:
                     raise AssertionError(f"line {block.line}: refused: {line}\n{error}") from error
 
     def command(self, line, words, mark):
-        """Run or parse one command."""
         program, *rest = words
         program = re.sub(r"^(.*/)?python3?$", "python", program)
         needs = mark.startswith("needs")
@@ -166,7 +161,6 @@ class Runner:
                 shutil.copytree(self.model, self.folder / (name + inner))
 
     def launched(self, words):
-        """Read the flags of the launcher, and the command that it starts."""
         words = words[next(i for i, word in enumerate(words) if word in ("torchrun", "accelerate")) :]
         torchrun = words[0] == "torchrun"
         launch = (get_args_parser() if torchrun else launch_command_parser()).parse_args(words[2 - torchrun :])
@@ -198,7 +192,6 @@ class Runner:
             assert found in (0, 1) if command == "check" else found == 0, f"{name} ended with {found}"
 
     def parse(self, module, argv):
-        """Let a command read its arguments with its own parser, and stop there."""
         name = "parse" if hasattr(module, "parse") else "parse_flags"
         read = getattr(module, name)
 
@@ -211,14 +204,12 @@ class Runner:
         self.patch.setattr(module, name, read)
 
     def json(self, block):
-        """Read a block as one value, or as a value a line."""
         try:
             json.loads(block.text)
         except ValueError:
             assert [json.loads(line) for line in block.text.splitlines()]
 
     def yaml(self, block):
-        """Read a block as settings."""
         assert yaml.safe_load(block.text)
 
     def text(self, block):
@@ -227,13 +218,11 @@ class Runner:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A tiny model that talks."""
     return tiny.save(tmp_path_factory.mktemp("model"), chat=True)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, model):
-    """The folder of a run of two steps."""
     args = GRPOConfig(
         output_dir=str(tmp_path_factory.mktemp("run") / "run"), max_steps=2, num_generations=2, logging_steps=1,
         max_completion_length=4, prompts_per_step=1,

@@ -52,7 +52,6 @@ def clone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def built(clone):
-    """The folder with an sdist, and with the wheel that is built from the sdist."""
     folder = clone.parent / "dist"
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(clone)]
     result = subprocess.run(build, capture_output=True, text=True)
@@ -62,7 +61,6 @@ def built(clone):
 
 @pytest.fixture(scope="module")
 def wheel(built):
-    """The folder of an unpacked wheel."""
     unpacked = built.parent / "unpacked"
     (packed,) = built.glob("*.whl")
     zipfile.ZipFile(packed).extractall(unpacked)

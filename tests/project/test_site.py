@@ -28,7 +28,6 @@ def build(config, site):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of the site."""
     folder = tmp_path_factory.mktemp("site")
     code, said = build(ROOT / "mkdocs.yml", folder)
     assert code == 0, said

@@ -15,18 +15,7 @@ from ranks import HANGING, fork, forked, start
 
 from fastgrpo import chat, train
 from fastgrpo import ranks as module
-from fastgrpo.ranks import (
-    ALONE,
-    RankLost,
-    Ranks,
-    _attempt,
-    claim_gpu,
-    end,
-    join,
-    launched,
-    own_gpu,
-    refuse_ranks,
-)
+from fastgrpo.ranks import ALONE, RankLost, Ranks, _attempt, claim_gpu, end, join, launched, own_gpu, refuse_ranks
 
 CLOSED = "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:8395"
 LAUNCHER = {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

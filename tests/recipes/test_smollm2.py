@@ -12,8 +12,6 @@ from fastgrpo.recipes import smollm2
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Sets what the hub does."""
-
     def become(download):
         monkeypatch.setattr("huggingface_hub.snapshot_download", download)
 

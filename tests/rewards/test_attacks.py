@@ -157,7 +157,6 @@ def test_leaks_nothing_over_many_runs(patient, runs):
 
 
 def without(monkeypatch, *tools):
-    """Hide tools from the PATH."""
     find = shutil.which
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None if name in tools else find(name))
 

@@ -40,7 +40,6 @@ def judge(rewards, completions=COMPLETIONS):
 
 
 def call(rewards):
-    """Only the rewards, [S, F]."""
     return reward_matrix(judge(rewards).completions)
 
 
@@ -118,20 +117,6 @@ def test_each_function_gets_its_own_copies():
     assert state.global_step == 3
     assert [(c.prompt, c.ids, c.content) for c in group] == before
     assert [(c.prompt, c.ids, c.content) for c in judged.completions] == before
-
-
-def test_completions_carry_what_functions_log():
-    def reward(completions, log_metric, log_extra, **_):
-        log_metric("length", 2)
-        log_metric("length", torch.tensor(4.0))
-        log_extra("mark", torch.tensor([1, 2]))
-        return [1.0, None]
-
-    judged = judge(Rewards([reward]))
-    assert judged.logged == {"length": [2.0, 4.0]} and not judged.errors
-    assert [completion.extras for completion in judged.completions] == [{"mark": 1}, {"mark": 2}]
-    assert judged.completions[0].rewards == {"reward": 1.0} and math.isnan(judged.completions[1].rewards["reward"])
-    assert not COMPLETIONS[0].rewards  # the records that were judged stay as they were
 
 
 def test_uses_default_weights_and_ignores_none_rewards():

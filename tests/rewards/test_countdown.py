@@ -22,7 +22,6 @@ def value(expression, numbers=NUMBERS):
 
 @st.composite
 def expressions(draw, numbers, depth=3):
-    """The numbers of an expression, its text and its value."""
     if depth == 0 or draw(st.booleans()):
         number = draw(st.sampled_from(numbers))
         return [number], str(number), Fraction(number)

@@ -85,12 +85,6 @@ def totals(texts, lengths, limit):
     return [sum(column) for column in zip(*columns, strict=True)]
 
 
-def test_the_rewards_add_up():
-    texts = ["<think>6 x 7 = 42</think><answer>42</answer>", "42", *["<think>?</think><answer>7</answer>"] * 2]
-    texts, lengths = [*texts, "<think>?", "?", ""], [9, 9, 9, 100, 100, 100, 0]
-    assert totals(texts, lengths, 100) == pytest.approx([1.5, 1, 0.5, 0.4, 0, -0.1, -0.1])
-
-
 PIECES = ["<think>", "</think>", "<answer>", "</answer>", "42", "41", " ", "\n", "so", "#### 7", "\\boxed{", "}", "é"]
 
 

@@ -77,7 +77,6 @@ def judge(scorer, texts, **columns):
 
 
 def failed(scorer, kind):
-    """The only error of a call."""
     with pytest.raises(ExceptionGroup) as raised:
         judge(scorer, ["right"])
     (error,) = raised.value.exceptions

@@ -1,21 +1,15 @@
 """Validation of rewards, numbers, JSON values and logs of reward functions."""
 
-import dataclasses
 import math
 from fractions import Fraction
 
 import numpy
 import pandas
 import pytest
-import tiny
 import torch
-from samples import answer
 
-from fastgrpo.data.records import Prompt
-from fastgrpo.data.token_text import TokenText
 from fastgrpo.rewards.values import Logs, json_values, read_verdicts
 from fastgrpo.run.metrics import SAMPLE_COLUMNS
-from fastgrpo.trainer.collect import sample_rows
 
 LISTS = [
     [1.0, 2.0], (1.0, 2.0), map(float, "12"), {"a": 1.0, "b": 2.0}.values(), [True, Fraction(2)],
@@ -82,10 +76,3 @@ def test_rejects_wrong_logs(function, first, second):
     with pytest.raises(ValueError, match=function):
         getattr(notes, function)(first, second)
     assert not notes.metrics and not notes.columns and notes.steps is None
-
-
-def test_the_columns_of_a_sample_are_those_of_samples_jsonl():
-    completion = answer(Prompt([1], "p"), [2], "c", rewards={"f": 1.0})
-    completion = dataclasses.replace(completion, ratios=torch.ones(1), clipped=torch.zeros(1, dtype=torch.bool))
-    (line,) = sample_rows(1, 0, [completion], TokenText(tiny.tokenizer()))
-    assert tuple(line) == SAMPLE_COLUMNS[:-2]

@@ -31,12 +31,10 @@ def classifier(labels=1, seed=0, kind=Qwen2ForSequenceClassification, **changes)
 
 
 def labelled(labels=2, **changes):
-    """A process reward model that says whether a step is right by a label."""
     return classifier(labels, kind=Qwen2ForTokenClassification, **changes)
 
 
 def causal(seed=0, **changes):
-    """A process reward model that says so by its next token."""
     return tiny.model(seed=seed, **{"vocab_size": 260, **changes})
 
 
@@ -58,7 +56,6 @@ def ids_of(text, tokenizer=None):
 
 @torch.no_grad()
 def truth(model, ids):
-    """The logit of one text alone, which nothing pads."""
     return model(torch.tensor([ids])).logits[0, 0].item()
 
 

@@ -209,7 +209,6 @@ def main(text):
 
 
 def script(folder, text, start='if __name__ == "__main__": '):
-    """Start a script that judges by a function of its own."""
     folder.joinpath("script.py").write_text(SCRIPT.format(start=start))
     return subprocess.Popen(
         [sys.executable, "script.py", text], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},

@@ -108,8 +108,6 @@ def test_the_filter_refuses_the_listed_calls_and_every_call_of_another_table(col
 
 @needs_namespaces
 class TestRuns:
-    """Programs in jails."""
-
     def test_the_kernel_refuses_each_call_of_the_filter(self, sandbox):
         numbers = [pair[platform.machine() == "aarch64"] for pair in REFUSED.values()]
         numbers += [0x40000000 + numbers[0], 0xFFFFFFFF]  # of x32, the other table of an x86 kernel

@@ -162,7 +162,6 @@ def test_an_update_drops_all_state_of_the_old_weights(backend):
 
 
 def count_tokens(model, monkeypatch):
-    """The list to which each forward pass adds its tokens."""
     tokens, forward = [], model.base_model.forward
     counted = lambda input_ids, **kw: tokens.append(input_ids.numel()) or forward(input_ids, **kw)  # noqa: E731
     monkeypatch.setattr(model.base_model, "forward", counted)

@@ -28,7 +28,6 @@ model_of = cache(tiny.model)
 
 @cache
 def greedy(architecture, number, penalty):
-    """The completion of transformers."""
     ids = torch.tensor([POOL[number]])
     how = {"do_sample": False, "max_new_tokens": LONGEST, "eos_token_id": None, "pad_token_id": 0}
     out = model_of(architecture).generate(ids, attention_mask=torch.ones_like(ids), repetition_penalty=penalty, **how)
@@ -78,7 +77,6 @@ HOW = {name: SamplingParams(max_tokens=LONGEST, seed=4, **how) for name, how in 
 
 @cache
 def drawn_alone(how, number, count, request_id):
-    """The completions of a request with which nothing else was in flight."""
     engine = RolloutEngine(model_of("qwen3"))
     return engine.generate([POOL[number]], count, HOW[how], request_ids=[request_id])
 

@@ -31,7 +31,6 @@ def with_adapters(name="qwen2", dtype=torch.float32):
 
 
 def shared(policy):
-    """Whether the weights of each group share their memory."""
     storages = [{linear.weight.untyped_storage().data_ptr() for linear in linears} for linears in groups(policy)]
     return all(len(of_group) == 1 for of_group in storages)
 

@@ -116,7 +116,6 @@ def test_neither_tokens_nor_log_probs_depend_on_when_answers_arrive(patched, att
 
 
 def test_answers_follow_their_turns_and_only_drawn_tokens_have_log_probs(monkeypatch):
-    """In both backends, which draw the same greedy tokens."""
     sampling = SamplingParams(temperature=0, max_tokens=LIMIT, stop_token_ids=STOPS)
     answers, found = [[[9, 8, 7], [3, 4]], [[12]], [], [[6] * 60]], []
     for make in (RolloutEngine, HFBackend):

@@ -27,7 +27,6 @@ needs_packing = pytest.mark.skipif(not can_pack(), reason="torch has no oneDNN h
 
 
 def computed(policy, packed):
-    """Return the states and logits of a batch, computed with the packed weights where there are any."""
     batch = Batch.pack([Sample(prompt, [3, 4, 5], advantage=0.0) for prompt in PROMPTS], policy.device)
     context = PackedAttention(batch.lengths, policy.device, batch.branches)
     with torch.inference_mode(), packed.in_use() as product:

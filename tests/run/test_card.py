@@ -32,9 +32,6 @@ def test_metadata_is_what_the_hub_reads():
 
 def test_text_describes_data_settings_and_results():
     text = ModelCard(card()).text
-    assert "[Qwen/Qwen2.5-0.5B](https://huggingface.co/Qwen/Qwen2.5-0.5B) was trained by GRPO" in text
-    assert "7,473 training rows: [openai/gsm8k](https://huggingface.co/datasets/openai/gsm8k), split `train`." in text
-    assert "Rewards: `correctness`, `format_reward`." in text
     rows = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in text.splitlines() if line[:1] == "|"}
     assert rows["steps"] == "50 of 200" and rows["prompt and completion tokens"] == "123,456"
     assert rows["held-out accuracy before training"] == "0.310"
@@ -42,7 +39,6 @@ def test_text_describes_data_settings_and_results():
     assert (rows["`beta`"], rows["`learning_rate`"]) == ("`0.04`", "`3e-06`")
     # what a run records and where is no setting of the model, and what has its default is left out
     assert not {"`output_dir`", "`logging_steps`", "`epsilon`", "`model_name_or_path`"} & set(rows)
-    assert "vllm serve FOLDER" in text and "arXiv:2402.03300" in text and "- fastgrpo: 0.1.0" in text
 
 
 def test_adapters_name_their_rank_and_library():

@@ -32,8 +32,6 @@ from fastgrpo.run.snapshot import GlobalRNG, HostCopies, Snapshot, _read, restor
 
 
 def of_names(*names):
-    """Write files of these names, of one process or of several ranks."""
-
     def write(path):
         for name in names:
             (path / name).parent.mkdir(exist_ok=True)
@@ -108,8 +106,7 @@ def test_what_a_run_needs_must_be_listed(tmp_path, names, lacking):
 
 
 @pytest.mark.parametrize(
-    "limit, best, kept",
-    [(2, None, [3, 4]), (2, 1, [1, 4]), (1, 2, [2, 4]), (1, 4, [4]), (9, 1, [1, 2, 3, 4])],
+    "limit, best, kept", [(2, None, [3, 4]), (2, 1, [1, 4]), (1, 2, [2, 4]), (1, 4, [4]), (9, 1, [1, 2, 3, 4])]
 )
 def test_the_newest_and_the_best_are_kept(tmp_path, limit, best, kept):
     """A link is removed and not what it points to, and what no run made neither counts nor goes."""
@@ -150,8 +147,6 @@ STATES = st.dictionaries(st.text(max_size=3), tensors() | TREES, min_size=1, max
 
 
 class Part(dict):
-    """A part of a run, with any state."""
-
     state_dict = named_state = dict.copy
     load_state_dict = load_named_state = dict.update
 
@@ -160,7 +155,6 @@ class Part(dict):
 
 
 def bits(state):
-    """The form of a state, and its leaves with every bit."""
     leaves, form = tree_flatten(state)
     return form, [
         (leaf.dtype, leaf.shape, leaf.flatten().view(torch.uint8).tolist()) if isinstance(leaf, torch.Tensor)

@@ -17,7 +17,6 @@ from fastgrpo.run.profiling import STAGES, StageTimer, peak_flops, update_flops
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Pass some seconds of perf_counter."""
     now = [100.0]
     monkeypatch.setattr(profiling.time, "perf_counter", lambda: now[0])
     return lambda seconds: now.__setitem__(0, now[0] + seconds)

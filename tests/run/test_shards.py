@@ -33,7 +33,6 @@ READERS = {"fsdp2-2": tuple(NAMES), "ddp-2": ("fsdp2-2",), "fsdp2-4": ("fsdp2-2"
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """The folder in which all have written, and what each of the four ranks said."""
     folder = tmp_path_factory.mktemp("shards")
     top = folder / "runs"
     parts = make_parts(torch.bfloat16)

@@ -81,7 +81,6 @@ class Runs(RuleBasedStateMachine):
         self.run = None
 
     def tree(self):
-        """What is in the folder, beside the lock."""
         return {path: path.read_bytes() for path in self.path.rglob("*") if path.is_file() and path.name != LOCK}
 
     @rule(name=st.sampled_from(USER_NAMES), is_folder=st.booleans())

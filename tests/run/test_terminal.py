@@ -36,7 +36,6 @@ def show(monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The seconds that the terminal reads, which a test sets."""
     now = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(module, "REDRAW_SECONDS", 0)  # tqdm has a clock of its own
@@ -91,13 +90,6 @@ def test_a_terminal_gets_one_bar_below_the_lines(clock, show):
     assert "step 4/4  reward 0.123     kl 1e-05     1 s per step\n" in ESCAPE.sub("", written)  # the bar has the rest
     assert "\x1b[33mstep 2: warning: it repeats itself\x1b[0m\n" in written  # yellow
     assert "│ steps │ 4    │" in ESCAPE.sub("", written)
-
-
-def test_a_variable_turns_colors_off(clock, show, monkeypatch):
-    screen = show()
-    monkeypatch.setenv("NO_COLOR", "1")
-    run(Terminal(), clock)
-    assert not re.search(r"\x1b\[[0-9;]*3[0-7]", screen.getvalue())
 
 
 TOLD = ["step 2: warning: it repeats itself", "run folder runs/x", "error: lost"]

@@ -53,7 +53,6 @@ def told(tmp_path_factory):
 
 
 def trackio_rows(folder):
-    """(id of the run, its name, the step, what was logged) of every call."""
     with sqlite3.connect(folder / "trackio" / "sums.db") as database:
         rows = database.execute("select run_id, run_name, step, metrics from metrics order by id").fetchall()
     return [(run, name, step, json.loads(text)) for run, name, step, text in rows]

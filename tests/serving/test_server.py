@@ -56,8 +56,6 @@ def wait_until(condition):
 
 
 def scripted(server, monkeypatch, text, size=3):
-    """Let the model draw this text, so many bytes at a time."""
-
     async def run(jobs):
         ids = [*tiny.tokenizer()(text)["input_ids"], 1]
         for i in range(0, len(ids), size):

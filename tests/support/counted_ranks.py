@@ -50,7 +50,6 @@ class Counted(TorchDispatchMode):
         self.sent[self.places[-1]].append([function.__name__.partition(".")[0].strip("_"), largest])
 
     def at(self, owner, method, place):
-        """Name a method of a class as a place."""
         inner = getattr(owner, method)
 
         def called(*args, **kwargs):
@@ -65,7 +64,6 @@ class Counted(TorchDispatchMode):
 
 
 def held(trainer):
-    """Bytes of policy and optimizer on all ranks together."""
     states = [value for state in trainer.optimizer.adamw.state.values() for value in state.values() if value.ndim]
     states += [master for _, master in trainer.optimizer.pairs]
     mine = {"policy": trainer.policy.module.parameters(), "optimizer": states}

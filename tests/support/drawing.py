@@ -14,7 +14,6 @@ def ids_of(rollouts):
 
 
 def finish(engine, most=1000):
-    """The completions of all requests, by number, within so many steps."""
     outputs = {}
     for _ in range(most):
         outputs |= engine.step()

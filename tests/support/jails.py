@@ -28,7 +28,6 @@ needs_namespaces = pytest.mark.skipif(
 
 
 def judge(sandbox, program, *tests):
-    """The verdicts of the tests of one program, and its reward."""
     found = []
     (reward,) = sandbox([fenced(program)], [list(tests)], log_extra=lambda _, values: found.extend(values[0]))
     return found, reward

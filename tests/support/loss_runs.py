@@ -16,7 +16,6 @@ OBJECTIVES = {
 
 
 def ragged_batch():
-    """Return hidden, weight, and keyword arguments of a packed batch with a ragged mask."""
     leaves, tokens = cases.random_head(N, D, V, torch.float32)
     return leaves["hidden"].detach(), leaves["weight"].detach(), {
         "targets": tokens["targets"], "advantages": torch.randn(len(LENGTHS)), "mask": torch.rand(N) > 0.3,

@@ -19,7 +19,6 @@ EXCHANGES = {
 
 
 def exchange(end, name):
-    """Let rank 1 end before the second exchange of a step."""
     ranks = join("cpu", 60)
     with ranks.waiting("step 3"):
         EXCHANGES[name](ranks, "the first")

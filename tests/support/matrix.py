@@ -51,7 +51,6 @@ class Case:
 
     @property
     def truth(self):
-        """The same trajectory in one pass."""
         return dataclasses.replace(self, parallel="ddp", budget=WHOLE)
 
 
@@ -90,7 +89,6 @@ def samples_of(name):
 
 
 def cases(count):
-    """All ways in which so many ranks compute."""
     losses = [Case(loss, beta) for loss in LOSS_TYPES for beta in (0.0, 0.04)]
     others = [Case("dapo", beta, name) for name in ("few", "apart", "none") for beta in (0.0, 0.04)]
     others += [

@@ -28,7 +28,6 @@ class Case:
         self.rows.write_text("\n".join(lines) + "\n")
 
     def edit(self, file, **changes):
-        """Change fields of a JSON file of the model."""
         settings = json.loads((self.model / file).read_text())
         (self.model / file).write_text(json.dumps({**settings, **changes}))
 

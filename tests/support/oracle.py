@@ -37,7 +37,6 @@ class Case:
     temperature: float | torch.Tensor = 1.0
 
     def head(self):
-        """The arguments that carry gradient, as fresh leaves."""
         tensors = {name: getattr(self, name) for name in HEAD}
         return {name: x.detach().clone().requires_grad_() for name, x in tensors.items() if x is not None}
 
@@ -45,12 +44,10 @@ class Case:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in HEAD}
 
     def per_token(self):
-        """The tensors that have a value a token, by name."""
         found = {name: x for name, x in self.rest().items() if getattr(x, "shape", None) == self.targets.shape}
         return {name: x for name, x in found.items() if name != "cu_seqlens"}
 
     def to(self, dtype):
-        """The tensors of the head in another dtype; per-token numbers stay."""
         return replace(self, **{name: x.detach().to(dtype) for name, x in self.head().items()})
 
     def starts(self):

@@ -16,7 +16,6 @@ def run_pytest(files, marked, **environment):
 
 
 def awaited(condition):
-    """Wait until a condition holds."""
     end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end, "what is waited for did not come within two minutes"

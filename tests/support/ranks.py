@@ -48,7 +48,6 @@ class Job:
         return (self.folder / "launcher").read_text(encoding="utf-8")
 
     def rank(self, number, attempt=0):
-        """What one rank wrote, stdout before stderr."""
         parts = sorted(self.folder.glob(f"*/attempt_{attempt}/{number}/std*.log"), reverse=True)
         return "".join(path.read_text(encoding="utf-8") for path in parts)
 

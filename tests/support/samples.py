@@ -6,14 +6,12 @@ from fastgrpo.data import Prompt, Sample
 
 
 def drawn(ids, logps=None, reason="stop", *, prompt_ids=(1,), sampler_logps=None):
-    """A sample as a rollout backend returns it."""
     logps = torch.zeros(len(ids)) if logps is None else logps
     sampler_logps = logps if sampler_logps is None else sampler_logps
     return Sample([*prompt_ids], ids, logps=logps, sampler_logps=sampler_logps, finish_reason=reason)
 
 
 def answer(prompt: Prompt, ids, content, logps=None, reason="stop", **more):
-    """A sample with its text."""
     logps = torch.zeros(len(ids)) if logps is None else logps
     return Sample(
         prompt.ids, ids, logps=logps, sampler_logps=logps, finish_reason=reason, prompt=prompt.prompt,

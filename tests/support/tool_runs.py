@@ -81,14 +81,12 @@ ROWS = [{"prompt": [{"role": "user", "content": f"{i}"}], "level": i} for i in r
 
 
 def patch(setattr):
-    """Let turns be parsed here, and let a busy machine change no order."""
     setattr("fastgrpo.tools.prompts.TurnBuilder", CountingBuilder)
     for module in ("rollout.engine", "tools.calls", "tools.environments"):
         setattr(f"fastgrpo.{module}.PATIENCE", 60)
 
 
 def make_trainer(folder, rows=ROWS, model=None, name="run", reward=reward, **how):
-    """A trainer of 2 steps of 2 groups of 4."""
     given = {name: how.pop(name) for name in ("tools", "environment_factory", "rollout_func") if name in how}
     model = model or tiny.model(vocab_size=258)
     model.generation_config.eos_token_id = ENDS

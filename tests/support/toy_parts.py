@@ -24,7 +24,6 @@ NEVER = "model.norm.weight"  # as if this parameter never got a gradient: AdamW 
 
 
 def make_parts(dtype, mesh=None, ranks=ALONE, seed=0, trained=True):
-    """The parts of a toy run: with a mesh sharded over its ranks, else whole. With another seed all is different."""
     policy = Policy(tiny.model(seed=seed, tie_word_embeddings=dtype == torch.float32).to(dtype))
     if mesh is not None:
         with mock.patch("fastgrpo.policy.shard.init_device_mesh", return_value=mesh):
@@ -50,7 +49,6 @@ def make_parts(dtype, mesh=None, ranks=ALONE, seed=0, trained=True):
 
 @functools.cache
 def trained_parts(dtype):
-    """The parts of the run as one process has them at its end, which nothing may change."""
     return make_parts(dtype)
 
 
@@ -75,7 +73,6 @@ def addresses(parts):
 
 
 def differences(mine, expected):
-    """What differs between the parts and those of a whole run in one process, to the last bit."""
     (tensors, values), (whole, others) = map(_state, (mine, expected))
     if tensors.keys() != whole.keys() or values != others:
         return [tensors.keys() ^ whole.keys(), values, others]
@@ -84,7 +81,6 @@ def differences(mine, expected):
 
 
 def _state(parts):
-    """The tensors of the parts, gathered, and their other values."""
     tensors, values = _named(parts)
     tensors |= parts["policy"].module.state_dict()
     return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()}, values

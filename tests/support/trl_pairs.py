@@ -24,7 +24,6 @@ def length_reward(completions, **_):
 
 
 def trainer(kind, path, folder, peft_config=None, use_vllm=False, **settings):
-    """A trainer of `kind` on the model in `path`; vLLM is only said to be used."""
     defaults = {"gradient_accumulation_steps": WINDOWS, "steps_per_generation": PARTS, "bf16": False}
     settings = defaults | {"gradient_checkpointing": False} | settings
     config = GRPOConfig(
@@ -42,7 +41,6 @@ def trainer(kind, path, folder, peft_config=None, use_vllm=False, **settings):
 
 
 def pair(path, folder, **settings):
-    """TRL's trainer and ours, with equal weights."""
     theirs = trainer(GRPOTrainer, path, folder / "theirs", **settings)
     return SimpleNamespace(theirs=theirs, ours=trainer(FusedGRPOTrainer, path, folder / "ours", **settings))
 
@@ -101,7 +99,6 @@ def micro_batches(inputs):
 
 
 def gradients(trainer, inputs):
-    """The gradients of one update, [P], and the losses of its micro-batches."""
     trainer.model.zero_grad()
     losses = []
     for batch in micro_batches(inputs):

@@ -7,7 +7,6 @@ from fastgrpo.trainer.update import GRPOUpdate, Learner
 
 
 def rising(completions, **_):
-    """A reward by the place in the batch, which differs within every group."""
     return [float(i) for i in range(len(completions))]
 
 

@@ -7,7 +7,6 @@ import torch
 from runs import lines
 
 from fastgrpo.evaluate import main as evaluate
-from fastgrpo.rewards.values import Logs
 from fastgrpo.run.metrics import METRICS
 from fastgrpo.tasks import bandit
 from fastgrpo.train import main
@@ -51,24 +50,7 @@ def test_the_reward_model_learns_the_preferences():
     assert attained > (bandit.TRUE**2).sum(1).mean(), "it knows more than draws from the preferences"
 
 
-def test_reward_functions_log_true_rewards(few_comparisons):
-    logs = Logs(4)
-    logged, log_metric = logs.metrics, logs.log_metric
-    prompts, texts = list("AAAB"), ["2", "1", "", "2"]
-    assert bandit.preferred(prompts, texts, log_metric) == [1.0, 0.0, 0.0, 1.0]
-    true = [bandit.TRUE[0, 2].item(), bandit.TRUE[0, 1].item(), 0.0, bandit.TRUE[1, 2].item()]
-    assert logged["true_reward"] == true and logged["true_reward/A"] == true[:3] and logged["true_reward/B"] == true[3:]
-    assert logged["best_reward"] == logged["favourite_reward"]
-    scores, judge = bandit.reward_model(0), bandit.learned_reward(0)
-    rewards = judge(list("C" * 11), [*bandit.TOKENS, "D"], log_metric)
-    assert rewards[:10] == pytest.approx((1 + scores[2] - scores[2].max()).tolist())
-    assert max(rewards) == 1.0 and rewards[10] == min(rewards)
-    favourite = bandit.TRUE[2, scores[2].argmax()].item()
-    assert logged["favourite_reward"][-1] == logged["favourite_reward/C"][-1] == favourite
-
-
 def ran(path, *flags):
-    """The lines of metrics.jsonl of a run."""
     assert main(["--task", "bandit", "--output_dir", str(path), *flags]) == 0
     return lines(path)
 

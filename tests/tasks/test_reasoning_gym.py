@@ -27,7 +27,6 @@ EVALUATED = [
 
 
 def needs_gym(test):
-    """Mark a test that needs the package."""
     return pytest.mark.slow(pytest.mark.skipif(not INSTALLED, reason="fastgrpo[gym] is not installed")(test))
 
 
@@ -37,7 +36,6 @@ def built(tasks, tokenizer=None, **settings):
 
 
 def scored(task, rows, texts):
-    """The rewards of the task by name, and its metrics."""
     columns, logged = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}, {}
     score, form = task.reward_funcs
     given = {"prompts": [row["prompt"] for row in rows], "completions": texts, **columns}

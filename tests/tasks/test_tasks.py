@@ -24,7 +24,6 @@ WHOLE = os.environ.get("FASTGRPO_GSM8K")
 
 
 def trained(folder, flags):
-    """The metrics, the samples and the summary of a run."""
     assert main(f"--output_dir {folder} --device cpu --logging_steps 1 {flags}".split()) == 0
     return lines(folder), lines(folder, "samples.jsonl"), json.loads((folder / "summary.json").read_text())
 

@@ -43,18 +43,6 @@ def test_a_box_opens_with_its_key_and_the_last_one_holds_gold():
     assert hunt.open("q") == "locked" and hunt.take("f") == "nothing" and (hunt.get_reward(), hunt.done) == (0.0, True)
 
 
-def test_the_warm_start_follows_the_keys_and_often_stops_early():
-    rows, hunts = treasure.examples(3), treasure.hunts()[treasure.HELD_OUT :]
-    assert rows != treasure.examples(4)
-    found = 0
-    for row, boxes in zip(rows, hunts, strict=True):
-        calls = [message["tool_calls"][0]["function"] for message in row["messages"] if "tool_calls" in message]
-        *opened, taken = [(call["name"], call["arguments"]["box"]) for call in calls]
-        assert [("open", box) for box in boxes[: len(opened)]] == opened and taken[0] == "take"
-        found += taken[1] == boxes[-1]
-    assert 0.2 < found / len(rows) < 0.6
-
-
 @pytest.mark.parametrize("task, tools", [(calculator, "calc<eos>"), (treasure, "open<eos>take<eos>")])
 def test_the_warm_start_has_the_prompts_of_the_run(tmp_path, monkeypatch, task, tools):
     """With the names of the tools; and its tokenizer has the chat template."""
@@ -76,7 +64,6 @@ def test_the_warm_start_has_the_prompts_of_the_run(tmp_path, monkeypatch, task, 
 
 
 def learned(folder, flags):
-    """The summary, and the training steps of a run."""
     assert main(f"--output_dir {folder} --device cpu --seed 0 {flags}".split()) == 0
     steps = [row for row in lines(folder) if "reward" in row]
     return json.loads((folder / "summary.json").read_text()), steps

@@ -50,10 +50,6 @@ def test_a_result_becomes_text(returned, text):
     assert (got.content, got.failed, got.timed_out) == (text, False, False)
 
 
-def test_a_coroutine_that_a_plain_function_returns_is_awaited():
-    assert answer(lambda x: triples(x)).content == "9"
-
-
 @pytest.mark.parametrize("size", [LONGEST_ANSWER, LONGEST_ANSWER + 1, 10_000_000])
 def test_a_giant_answer_is_cut_and_says_how_much(size):
     got = answer(lambda x: "a" * size).content
@@ -128,7 +124,6 @@ print(ToolBox([hang], 0.1).call("hang", {"x": 1}).result().timed_out)
 
 
 def test_slow_tools_run_at_once():
-    """Each call waits until all have begun."""
     here, there = threading.Barrier(8), asyncio.Barrier(8)
 
     def meet(x):

@@ -134,7 +134,6 @@ def long(completions, **columns):
 
 
 def judged(*drawn):
-    """Completions of (prompt, text, finish reason, ids), judged."""
     rewards = Rewards([right, neat_format_reward, clean_steps_reward, long])
     completions = [answer(Prompt([1], prompt), ids, text, reason=reason) for prompt, text, reason, ids in drawn]
     return rewards(completions).completions, rewards

@@ -88,7 +88,6 @@ def test_every_mean_has_its_interval():
 
 
 def run(greedy, draws, reward=correctness, **errors):
-    """Evaluate these completions of problems whose answer is 42."""
     engine = Script(greedy, draws)
     rows = [{"prompt": f"{i}?", "answer": "#### 42"} for i in range(len(greedy))]
     count = len(draws) // len(greedy)

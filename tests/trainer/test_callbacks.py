@@ -13,8 +13,6 @@ pytestmark = pytest.mark.usefixtures("without_curves")
 
 
 class Recorder(TrainerCallback):
-    """Notes every event with the step, and what it gets."""
-
     def __init__(self):
         self.seen, self.got = [], {}
 
@@ -51,8 +49,6 @@ def test_events_have_transformers_order_and_arguments(tmp_path):
 
 
 class Wishes(TrainerCallback):
-    """Sets a flag after one step."""
-
     def __init__(self, flag, step=1):
         self.flag, self.step = flag, step
 

@@ -28,7 +28,6 @@ def folder(tmp_path_factory):
 
 
 def planned(pattern):
-    """A row a character; the rewards of a group differ where it is 1."""
     return [{"prompt": f"{i:02d}", "spread": character == "1"} for i, character in enumerate(pattern)]
 
 
@@ -43,7 +42,6 @@ def make_trainer(folder, tmp_path, pattern, reward=by_plan, **settings):
 
 
 def stepped(trainer):
-    """(metrics, all samples) of one step."""
     kept, make = [], trainer.collector
     trainer.collector = lambda state: kept.append(make(state)) or kept[-1]
     values = trainer.step()
@@ -57,7 +55,6 @@ def stop_at(trainer, every):
 
 
 def rows_of(experience, trainer):
-    """The number of the row of each group that the step trained on."""
     first = [sample for sample in experience if sample.trained][::4]
     return [int(trainer.tokenizer.decode(sample.prompt_ids)) for sample in first]
 

@@ -14,8 +14,7 @@ import trl
 from runs import PROMPTS, lines, make_trainer, share_of_a
 from transformers import Qwen2ForSequenceClassification
 
-from fastgrpo import GRPOConfig, GRPOTrainer
-from fastgrpo.trainer.setup import advice
+from fastgrpo import GRPOTrainer
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 # 16 completions of a step are 4 prompts with 4 completions each; TRL's names and ours may stand side by side.
@@ -28,12 +27,10 @@ def length(completions, **_):
 
 
 def script(tmp_path, reward=share_of_a, **settings):
-    """A trainer as a script for TRL makes it."""
     return make_trainer(tmp_path, reward, **{**BATCHES, "learning_rate": 0.1, **settings})
 
 
 def trained(trainer):
-    """Train; return which weights changed."""
     before = {name: value.clone() for name, value in trainer.model.named_parameters()}
     result = trainer.train()
     assert math.isfinite(trainer.state.log_history[-1]["train_loss"])
@@ -154,13 +151,6 @@ def test_a_stream_and_a_data_frame_train_and_evaluate(tmp_path):
     refills = {"prompts_per_step": 2, "dynamic_sampling": 3, "max_steps": 2, "output_dir": str(tmp_path / "other")}
     trainer = make_trainer(tmp_path, rows=STREAM, eval_rows=STREAM, max_eval_samples=5, **refills)
     assert (len(trainer.source), len(trainer.held_out[""])) == (12, 5)
-
-
-def test_weak_combinations_of_loss_settings_get_advice():
-    advised = "\n".join(advice(GRPOConfig(loss_type="cispo", importance_sampling_level="sequence")))
-    assert "sums per-token contributions" in advised and "at most epsilon_high=0.2" in advised
-    for quiet in ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, {"epsilon_high": 0.2}):
-        assert advice(GRPOConfig(**quiet)) == []
 
 
 def test_arguments_have_trls_order():

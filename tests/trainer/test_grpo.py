@@ -23,7 +23,6 @@ pytestmark = pytest.mark.usefixtures("without_curves")
 
 def test_a_learnable_reward_is_learnt_within_20_updates(tmp_path):
     def vowels(completions, **_):
-        """The share of vowels: about 0.02 at random."""
         return [sum(character in "aeiou" for character in text) / 6 for text in completions]
 
     settings = {"num_generations": 16, "prompts_per_step": 8, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}

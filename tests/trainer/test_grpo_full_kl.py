@@ -48,7 +48,6 @@ def weighted_groups():
 
 
 def distributions(policy, sample):
-    """The distributions of a completion's tokens, from transformers' own logits."""
     ids = torch.tensor([sample.prompt_ids + sample.ids])
     logits = policy.module(ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
     return Categorical(logits=logits / TEMPERATURE)

@@ -41,7 +41,6 @@ def policy(checkpointing=False):
 
 
 def counted(model, groups, beta=0.0, **settings):
-    """The products of one rollout's updates."""
     update = make_update(Policy(model), Objective(beta=beta), **settings)
     with Products() as products:
         update(groups)
@@ -49,7 +48,6 @@ def counted(model, groups, beta=0.0, **settings):
 
 
 def sizes(samples):
-    """(tokens, completion tokens) of one packed batch."""
     batch = Batch.pack(samples, "cpu")
     return len(batch.input_ids), len(batch.targets)
 

@@ -241,8 +241,7 @@ def test_reward_models_on_the_policys_device_take_their_place():
 # With whole weights a device needs 18 bytes a parameter: 26 GiB of the 1.5B model, 128 of the 7B. With shards it needs
 # its share of 16 bytes and 2 bytes to draw from: 57 + 14 GiB of the 7B model on 2 devices.
 @pytest.mark.parametrize(
-    "name, ranks, mode, fits",
-    [("1.5B", 8, "ddp", True), ("7B", 1, "ddp", False), ("7B", 2, "fsdp2", True)],
+    "name, ranks, mode, fits", [("1.5B", 8, "ddp", True), ("7B", 1, "ddp", False), ("7B", 2, "fsdp2", True)]
 )
 def test_auto_takes_ddp_where_everything_fits_one_device(planned, name, ranks, mode, fits):
     made = planned(name, ranks)

@@ -14,7 +14,6 @@ if CAPABILITY is not None:
 
 @pytest.fixture
 def launches():
-    """The names of the kernels that a test launches, in order."""
     if CAPABILITY is None:
         pytest.skip("needs FASTGRPO_STAND_IN, such as 90")
     driver.launches.clear()

@@ -35,7 +35,6 @@ APART = ["_logits_grpo_fwd_kernel", "_policy_loss_fwd_kernel", "_logits_grpo_bwd
 
 
 def head(biased=False, vocab=V, depth=D):
-    """Return the arguments of a head: hidden, weight and targets, and its bias."""
     hidden, weight = (torch.randn(rows, depth).bfloat16().requires_grad_() for rows in (N, vocab))
     bias = torch.zeros(vocab, dtype=torch.bfloat16, requires_grad=True) if biased else None
     return hidden, weight, torch.randint(vocab, (N,)), bias
@@ -120,7 +119,6 @@ def test_importance_weights(mode, level, launches):
 
 
 def has_descriptors():
-    """Tell whether the head goes through the kernel with tensor descriptors."""
     return launch.capability(None)[0] in launch.DESCRIPTOR_MAJORS
 
 

@@ -19,7 +19,6 @@ def interpreter():
 
 @pytest.fixture
 def batch():
-    """Return hidden, weight and keyword arguments of a ragged batch."""
     import loss_runs
 
     return loss_runs.ragged_batch()

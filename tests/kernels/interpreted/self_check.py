@@ -24,7 +24,6 @@ def as_on_a_gpu(monkeypatch):
 
 
 def call(name, batch):
-    """Return the function, its tensors and its keyword arguments."""
     hidden, weight, kwargs = batch
     if name == "linear_grpo_loss":
         return linear_grpo_loss, (hidden, weight), kwargs
