@@ -100,21 +100,6 @@ def test_sync_is_trls_formula(kind):
     torch.testing.assert_close(reference.score(samples_of(), WHOLE), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("device", [None, "cpu"])
-def test_the_trainer_syncs_every_so_many_steps(tmp_path, device):
-    trainer = make_trainer(
-        tmp_path, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=1.0, max_steps=4,
-        learning_rate=1e-2, ref_storage=device, model=tiny.model(vocab_size=258),
-    )  # fmt: skip
-    weights = trainer.updates.reference.policy.module.lm_head.weight
-    start = weights.clone()
-    trainer.step()
-    assert torch.equal(weights, start) and not torch.equal(trainer.model.lm_head.weight, start)
-    trainer.step()
-    weights = trainer.updates.reference.policy.module.lm_head.weight
-    assert torch.equal(weights, trainer.model.lm_head.weight)
-
-
 @pytest.mark.parametrize("name, layers", [("qwen2", 1), ("qwen3", 2), ("llama", 5), ("smollm3-like", 5)])
 def test_streamed_equals_resident(name, layers):
     policy = Policy(tiny.model(name, num_hidden_layers=layers))

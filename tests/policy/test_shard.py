@@ -25,7 +25,7 @@ from fastgrpo.data.records import Batch, Sample
 from fastgrpo.policy import ref_model
 from fastgrpo.policy.lora import ADAPTER, add_lora
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.ref_model import AdaptersOff, FrozenCopy, Scoring, StreamedCopy, make_reference, score
+from fastgrpo.policy.ref_model import FrozenCopy, Scoring, StreamedCopy, make_reference
 from fastgrpo.policy.shard import shard
 from fastgrpo.ranks import ALONE, join
 from fastgrpo.rollout.engine import RolloutEngine
@@ -298,28 +298,6 @@ def addresses_persist_where_graphs_read_them(ranks):
 
 def same_scores(got, expected):
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(got, expected, strict=True))
-
-
-@check
-def scores_with_idle_passes(ranks):
-    """Each rank scores its own number of samples: rank 0 has all of them, the others one or none."""
-    mine = SAMPLES if ranks.rank == 0 else SAMPLES[: ranks.rank - 1]
-    truth, reference = (make_reference(policy, 0.1) for policy in policies(ranks, lora=True))
-    assert type(reference) is AdaptersOff
-    off = reference.score(mine, SCORING, passes=7)
-    same_scores(off, truth.score(mine, SCORING))
-    on = score(reference.policy, mine, SCORING, passes=7)
-    assert not any(torch.allclose(a, b, atol=1e-3) for a, b in zip(on, off, strict=True))
-    plain, sharded = policies(ranks)
-    got = score(sharded, mine, SCORING, passes=7)
-    same_scores(got, score(plain, mine, SCORING))
-    assert all(isinstance(parameter, DTensor) for parameter in sharded.module.parameters())  # nothing stays whole
-    loss = sharded.within(lambda: loss_of(sharded, SAMPLES))
-    score(sharded, mine, SCORING, passes=7)  # between a forward and its backward pass
-    loss.backward()
-    loss_of(plain, SAMPLES).backward()
-    expected = [ranks.size * parameter.grad for parameter in trained(plain)]
-    assert distance([parameter.grad for parameter in trained(sharded)], expected) < 1e-6
 
 
 def gathers_of(policy):

@@ -84,30 +84,6 @@ def test_contestants_do_not_reach_one_another(monkeypatch):
     assert found.about["fastgrpo"] == {"name": "fastgrpo", "self-check": "raise"}
 
 
-def gpu_part(name, code, seconds=60):
-    return first_gpu.Part(name, (sys.executable, "-c", code), seconds, ("time", "memory"), first_gpu.read_json, {})
-
-
-def test_no_part_of_first_gpu_ends_the_others(capsys, monkeypatch):
-    """What a part printed before it ended counts; one that failed, was killed or took too long is named."""
-    bar = {"rows": [], "bars": {"time": {"value": 1.5, "at most": 2.0, "met": True}}, "note": "", "machine": {}}
-    told = f"print({json.dumps(json.dumps(bar))}, flush=True)"
-    parts = [
-        gpu_part("raises", f"{told}; raise OSError('no memory')"),
-        gpu_part("killed", f"{told}; import os, signal; os.kill(os.getpid(), signal.SIGKILL)"),
-        gpu_part("hangs", "import time; time.sleep(3600)", seconds=1),
-        gpu_part("works", told),
-    ]
-    monkeypatch.setattr(first_gpu, "SMALL", True)
-    monkeypatch.setattr(first_gpu, "parts", lambda: parts)
-    assert first_gpu.main([]) == 1 and first_gpu.main(["works"]) == 0 and first_gpu.main(["unknown"]) == 2
-    table = capsys.readouterr().out
-    for problem in ("raises: OSError: no memory", "killed: killed by SIGKILL", "hangs: not done after 1 s"):
-        assert problem in table
-    assert "| killed | time | 1.5 |  | at most 2 | yes |" in table
-    assert "| hangs | memory | - (not done after 1 s) |" in table and "| works | memory | - (not measured) |" in table
-
-
 def test_no_part_of_first_gpu_measures_plain_pytorch_under_the_name_of_a_kernel():
     parts = first_gpu.parts()
     level = {part.name: part.variables.get("FASTGRPO_SELF_CHECK") for part in parts}

@@ -67,18 +67,6 @@ def deadly(completions, **_):
     return [1.0]
 
 
-def faulty(completions, **_):
-    """Fails in 5% of the calls, hangs in 5%, and kills its process in 1%."""
-    fault = random.random()
-    if fault < 0.05:
-        raise ConnectionError("the judge does not answer")
-    if fault < 0.10:
-        time.sleep(100_000)
-    if fault < 0.11:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return [float(len(text)) for text in completions]
-
-
 async def blocks(completions, **_):
     """Keeps the event loop from running for ever, or kills the process."""
     await asyncio.sleep(0)

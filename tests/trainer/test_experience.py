@@ -162,17 +162,6 @@ def test_the_first_groups_to_finish_are_kept_as_they_would_have_been(seats):
     assert [rollout.ids for rollout in engine.generate(prompts, 3, sampling)] == [r.ids for r in rollouts]
 
 
-def test_oversampling_keeps_as_many_groups_as_asked_for(folder, tmp_path):
-    trainer = make_trainer(folder, tmp_path, "1" * 20, dynamic_sampling=0, oversampling_factor=1.6)
-    stop_at(trainer, 3)
-    values, experience = stepped(trainer)
-    assert sum(sample.trained for sample in experience) == 16 and len(experience) == 16  # of 6.4, rounded up
-    assert values["oversampling/aborted_groups"] == 3 and trainer.source.drawn == 7
-    finished = sum(len(sample.ids) + 2 for sample in experience)
-    assert values["num_tokens"] == finished + values["oversampling/aborted_tokens"]
-    assert values["oversampling/aborted_tokens"] >= 12
-
-
 def test_soft_overlong_punishment_stands_beside_the_rewards(folder, tmp_path):
     def nothing(completions, **_):
         return [None if i == 1 else 0.5 for i in range(len(completions))]

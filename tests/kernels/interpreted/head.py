@@ -5,7 +5,6 @@ TRITON_INTERPRET=1.
 """
 
 import math
-import weakref
 from contextlib import contextmanager
 from functools import partial
 
@@ -191,49 +190,6 @@ def test_rows_past_2_to_the_31():
     for exps in (far, near):
         head_kernels.head_entropy_bwd(exps.view(torch.int16), targets, rows[0], *torch.ones(2, 3), exps)
     assert torch.equal(far, near)
-
-
-def test_gradients_of_several_chunks_are_rounded_once(monkeypatch):
-    """Formed before grad_output is known, they stay fp32 until it is: 3 round(x) is not round(3 x)."""
-    set_chunk(monkeypatch, 32)
-    leaves, rest = random_head(70, 24, 50, dtype=torch.float16)
-    logits = leaves["hidden"].float() @ leaves["weight"].float().T
-    kept, original = [], head_kernels.empty_gradients
-
-    def watched(*args, **options):
-        sums = original(*args, **options)
-        kept.extend(x for x in sums if x is not None)
-        return sums
-
-    monkeypatch.setattr(head_kernels, "empty_gradients", watched)
-    loss = linear_grpo_loss(**leaves, **{**rest, "targets": logits.argmax(-1)}).loss  # E <= 1: fp16 holds it
-    ours = torch.autograd.grad(3 * loss, leaves.values())
-    assert [x.dtype for x in kept] == [torch.float32] * 2
-    for gradient, total in zip(ours, kept, strict=True):
-        assert torch.equal(gradient, (3 * total).half()) and not torch.equal(gradient, 3 * total.half())
-
-
-def test_one_chunk_of_exponentials_at_a_time_and_none_without_gradient(monkeypatch):
-    set_chunk(monkeypatch, 16)
-    leaves, rest = random_head(48, 16, 50)
-    alive, kept, empty_exps, rows_fwd = [], [], head_kernels.empty_exps, head_kernels.rows_fwd
-
-    def tracked(*args):
-        assert not any(reference() is not None for reference in alive), "two chunks of exponentials at once"
-        exps = empty_exps(*args)
-        if exps.shape[0]:
-            alive.append(weakref.ref(exps.untyped_storage()))
-        return exps
-
-    monkeypatch.setattr(head_kernels, "empty_exps", tracked)
-    linear_grpo_loss(**leaves, **rest).loss.backward()
-    assert len(alive) == 3
-    monkeypatch.setattr(
-        head_kernels, "rows_fwd", lambda head, exps=None, *more: kept.append(exps) or rows_fwd(head, exps, *more)
-    )
-    with torch.no_grad():
-        linear_grpo_loss(**leaves, **rest)
-    assert set(kept) == {None}
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
