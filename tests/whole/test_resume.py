@@ -159,4 +159,4 @@ def test_settings_that_change_the_run_are_refused_and_others_warned_of(whole, ca
     capsys.readouterr()
     make(max_steps=10, save_steps=5, max_num_seqs=64, reward_errors="skip").log.close()
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert len(warnings) == 2 and "max_steps was 8 and is 10 now" in warnings[0]
+    assert len(warnings) == 2 and "max_steps was 8 and is 10 now" in warnings[1]
