@@ -20,7 +20,7 @@ from fastgrpo.loss.losses import grpo_loss, linear_grpo_loss, logits_grpo_loss
 from fastgrpo.loss.objective import Objective
 
 if HAS_TRITON:
-    from fastgrpo.kernels import launch
+    from fastgrpo.kernels import launch, layer
     from fastgrpo.kernels.decode import group_decode
     from fastgrpo.kernels.sampling import sample
 
@@ -254,6 +254,62 @@ def decode(mode, dtype, heads, depth) -> Trial:
     return Trial(lambda: group_decode(**case), judged)
 
 
+def decode_layer(mode, dtype) -> Trial:
+    """Make the trial of the small operations of a decode step's layer, with Qwen3's norms of queries and keys."""
+    lanes, heads, kv, depth, tokens = (64, 14, 2, 64, 9) if mode == "gpu" else (3, 4, 2, 16, 5)
+    randn = partial(torch.randn, dtype=dtype)
+    angles = torch.randn(lanes, depth // 2).repeat(1, 2)
+    case = {"hidden": randn(lanes, 896), "added": randn(lanes, 896), "weight": randn(896), "mlp": randn(lanes, 280)}
+    case |= {
+        "packed": randn(lanes, heads + 2 * kv, depth),
+        "cos": angles.cos().to(dtype),
+        "sin": angles.sin().to(dtype),
+    }
+    case |= {name: torch.zeros(lanes, kv, tokens, depth, dtype=dtype) for name in ("keys", "values")}
+    case |= {name: randn(depth) for name in ("q_norm", "k_norm")}
+    at = torch.arange(lanes) % tokens
+
+    def computed(by: Any, of: Tensors) -> Tensor:
+        """Return all results in one vector."""
+        of = {name: value.clone() for name, value in of.items()}
+        normed = by.add_rms_norm(of["hidden"], of["added"], of["weight"], 1e-6)
+        slots = of["keys"], of["values"]
+        norms = of["q_norm"], of["k_norm"]
+        queries = by.rotate_and_store(of["packed"], of["cos"], of["sin"], *slots, at, norms, 1e-6)
+        return torch.cat([x.flatten() for x in (of["hidden"], normed, queries, *slots, by.silu_mul(of["mlp"]))])
+
+    def judged(found: Tensor) -> Errors:
+        true = computed(reference, {name: value.double() for name, value in case.items()})
+        return judge({"output": found}, {"output": true}, {"output": computed(_Plain, case)})
+
+    return Trial(lambda: computed(layer, case), judged)
+
+
+class _Plain:
+    """The operations of `decode_layer` as transformers computes them, with its roundings."""
+
+    @staticmethod
+    def add_rms_norm(hidden, added, weight, eps):
+        hidden += 0 if added is None else added
+        x = hidden.float()
+        return (x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()).to(hidden.dtype) * weight
+
+    @staticmethod
+    def rotate_and_store(packed, cos, sin, keys, values, at, norms, eps):
+        parts = list(packed.split([packed.shape[1] - 2 * keys.shape[1], *[keys.shape[1]] * 2], dim=1))
+        for i, weight in enumerate(norms):
+            x = _Plain.add_rms_norm(parts[i].clone(), None, weight, eps)
+            first, second = x.chunk(2, -1)
+            parts[i] = x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+        keys[range(len(at)), :, at], values[range(len(at)), :, at] = parts[1:]
+        return parts[0]
+
+    @staticmethod
+    def silu_mul(packed):
+        gate, up = packed.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+
 def draws(mode, dtype, temperature=0.8, **filters) -> Trial:
     """Make the trial of drawing a token for each lane.
 
@@ -300,6 +356,7 @@ CASES = (
     Case("group_decode, width 64", partial(decode, heads=(14, 2), depth=64)),
     Case("group_decode, width 128", partial(decode, heads=(28, 4), depth=128), ("gpu",)),
     Case("group_decode, width 256", partial(decode, heads=(8, 1), depth=256), ("gpu",)),
+    Case("layer of a decode step", decode_layer),
     Case("sample", draws, dtype=torch.float32),
     Case("sample, greedy", partial(draws, temperature=0), ("gpu",), torch.float32),
     Case("sample, top-k", partial(draws, top_k=20), dtype=torch.float32),
