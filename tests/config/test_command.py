@@ -64,6 +64,7 @@ complete -p fastgrpo-train
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the script is for bash")
 def test_bash_completes_flags(capsys, tmp_path):
+    """The block of docs/commands.md gives such scripts to the shell."""
     with pytest.raises(SystemExit):
         train.main(["--tyro-print-completion", "bash"])
     (tmp_path / "script").write_text(capsys.readouterr().out + COMPLETED)
