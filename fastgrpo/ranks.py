@@ -289,7 +289,7 @@ def join(device: str = "auto", timeout: float = TIMEOUT) -> Ranks:
 
 
 def form_group(device: torch.device) -> None:
-    """Make a process group of this process alone, if there is none: sharding to host memory needs no torchrun."""
+    """Create a process group of one process if none exists, so that it can shard to host memory without torchrun."""
     if not dist.is_initialized():
         backend = "gloo"
         if device.type == "cuda":

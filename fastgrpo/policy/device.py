@@ -67,7 +67,7 @@ def package_obstacle(module: str) -> str | None:
     try:
         import_module(module)
     except (ImportError, OSError) as error:
-        # flash-attn 4 alone has the root of flash-attn 2, but not its modules
+        # flash-attn 4 also installs a package `flash_attn`, but without the modules of flash-attn 2
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             return f"needs the package: {pip_line(module)}"
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]

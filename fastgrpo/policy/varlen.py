@@ -470,7 +470,7 @@ def _choose(asked, device, dtype, width):
 
 
 def _activated(name):
-    """Return the kernels of a package. PyTorch's operators run those of fa3 and fa4, also outside packed attention."""
+    """Return the kernels of a package. To activate fa3 or fa4 changes all attention of PyTorch in this process."""
     if name == "fa2":
         return FlashAttn
     torch_attention.activate_flash_attention_impl(name.upper())

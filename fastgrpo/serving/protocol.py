@@ -1,7 +1,7 @@
 """Bodies of requests, and replies, in the forms of OpenAI's API and of vLLM's `/inference/v1/generate`.
 
-A parameter that is not supported is an error, unless its value changes nothing. Log-probs are those of the distribution
-from which the tokens were drawn, as vLLM computes them with `--logprobs-mode processed_logprobs`.
+An unsupported parameter raises an error, unless its value has no effect. Log-probs are under the sampling distribution,
+as vLLM computes them with `--logprobs-mode processed_logprobs`.
 """
 
 import json
@@ -171,7 +171,7 @@ class GenerateBody(Body):
 
 
 def to_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert messages from OpenAI's form into that of chat templates."""
+    """Convert messages of OpenAI's API into messages for chat templates."""
     names, converted = {}, []
     for message in messages:
         message = {name: value for name, value in message.items() if value is not None}

@@ -322,7 +322,7 @@ def score(engine: RolloutEngine, ids: list[int], sampling: SamplingParams, top: 
     positions = torch.arange(len(ids), device=policy.device)
     logps, tops = [], []
     with engine.weights.packed.in_use() as product:
-        states = policy.states(tokens, positions, PackedAttention([len(ids)], policy.device))
+        states = engine.weights.states(tokens, positions, PackedAttention([len(ids)], policy.device))
         for start in range(0, len(ids) - 1, SCORED_ROWS):
             rows = states[start : min(start + SCORED_ROWS, len(ids) - 1)]
             everything = filter_logps((policy.logits(rows, product) / temperature).log_softmax(-1), **filters)
