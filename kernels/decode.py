@@ -2,11 +2,12 @@
 
     o = sum_s 2^(l_s - l) o_s,   l = log2 sum_s 2^(l_s),   s over splits of the prompt's keys and of the lane's own
 
-`_partial_fwd_kernel` runs twice. Over the prompts, one program gathers the queries of all lanes of a prompt through
-`members`, for one split of the prompt's keys. So the prompt's keys and values are read once for all its lanes, by
-matrix products. Over the lanes, one program takes the queries of one lane that share a key head, and a split of the
-lane's own keys. Both write a normalized partial output o_s and its log-sum-exp l_s (base 2, scale included). Then
-`_merge_fwd_kernel` merges the partial outputs of a lane in fixed order.
+`_partial_fwd_kernel` has two kinds of programs. Over the prompts, one program gathers the queries of all lanes of a
+prompt through `members`, for one split of the prompt's keys. So the prompt's keys and values are read once for all its
+lanes, by matrix products. Over the lanes, one program takes the queries of one lane that share a key head, and a split
+of the lane's own keys. Both write a normalized partial output o_s and its log-sum-exp l_s (base 2, scale included).
+One launch for both lets them run side by side: alone, each would leave most of the GPU idle. Then `_merge_fwd_kernel`
+merges the partial outputs of a lane in fixed order.
 
 A lane is one completion in flight. A slot is the memory for the keys and values of a lane or a prompt.
 
@@ -28,47 +29,25 @@ from fastgrpo.kernels.launch import LOG2E
 
 
 @triton.jit
-def _partial_fwd_kernel(q_ptr, k_ptr, v_ptr, length_ptr, member_ptr, out_ptr, lse_ptr, scale2, q_lane_stride,
-                        q_head_stride, k_slot_stride, k_head_stride, k_token_stride, v_slot_stride, v_head_stride,
-                        v_token_stride, n_lanes, n_heads, group, row_blocks, first_split, splits, later_splits,
-                        RATIO: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-                        BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Attend with the queries of one slot and one key head to one split of the slot's keys.
+def _attend(q_ptr, q_lane_stride, q_head_stride, k_ptr, k_token_stride, v_ptr, v_token_stride, length, split, splits,
+            lanes, heads, places, out_ptr, lse_ptr, scale2, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """Attend with queries of one key head to one split of `length` keys, and store output and log-sum-exp.
 
-    A row of the block is a pair of lane and query head. `member_ptr` is None if slot r belongs to lane r. This launch
-    marks the `later_splits` as empty, which the other launch may then fill.
+    A row of the block is a pair of lane and query head; there are no rows of lane -1.
     """
-    slot, block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
-    key_head, split = tl.program_id(1), tl.program_id(2)
-    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    if member_ptr is None:
-        lanes = tl.where(rows < RATIO, slot, -1)
-    else:
-        lanes = tl.load(member_ptr + slot * group + rows // RATIO, mask=rows < group * RATIO, other=-1)
-    if tl.max(lanes) < 0:
-        return
     there = lanes >= 0
-    heads = key_head * RATIO + rows % RATIO
-    places = ((first_split + split).to(tl.int64) * n_lanes + lanes) * n_heads + heads
-    if split == 0:
-        for i in range(splits, splits + later_splits):
-            tl.store(lse_ptr + places + i * (n_lanes * n_heads), float("-inf"), mask=there)
-
     depth = tl.arange(0, BLOCK_D)
     in_depth = depth < DEPTH
     q_ptrs = q_ptr + lanes.to(tl.int64)[:, None] * q_lane_stride + heads[:, None] * q_head_stride + depth[None, :]
     q = tl.load(q_ptrs, mask=there[:, None] & in_depth[None, :], other=0.0)
-    length = tl.load(length_ptr + slot)
     share = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
     start = split * share
     end = tl.minimum(start + share, length)
-    k_ptr += slot.to(tl.int64) * k_slot_stride + key_head.to(tl.int64) * k_head_stride
-    v_ptr += slot.to(tl.int64) * v_slot_stride + key_head.to(tl.int64) * v_head_stride
-
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for first in range(start, end, BLOCK_N):
+    for first in tl.range(start, end, BLOCK_N, num_stages=STAGES):
         tokens = first + tl.arange(0, BLOCK_N)
         legal = tokens < end
         k_ptrs = k_ptr + tokens[None, :] * k_token_stride + depth[:, None]
@@ -87,6 +66,60 @@ def _partial_fwd_kernel(q_ptr, k_ptr, v_ptr, length_ptr, member_ptr, out_ptr, ls
     if start < end:
         out_ptrs = out_ptr + places[:, None] * DEPTH + depth[None, :]
         tl.store(out_ptrs, acc / total[:, None], mask=there[:, None] & in_depth[None, :])
+
+
+@triton.jit
+def _partial_fwd_kernel(q_ptr, q_lane_stride, q_head_stride, k_ptr, k_slot_stride, k_head_stride, k_token_stride, v_ptr,
+                        v_slot_stride, v_head_stride, v_token_stride, length_ptr, pk_ptr, pk_slot_stride,
+                        pk_head_stride, pk_token_stride, pv_ptr, pv_slot_stride, pv_head_stride, pv_token_stride,
+                        prompt_length_ptr, member_ptr, out_ptr, lse_ptr, scale2, n_lanes, key_heads, prompts, group,
+                        own_blocks, own_splits, prompt_blocks, prompt_splits, RATIO: tl.constexpr, DEPTH: tl.constexpr,
+                        PRECISION: tl.constexpr, OWN_M: tl.constexpr, OWN_N: tl.constexpr, OWN_STAGES: tl.constexpr,
+                        PROMPT_M: tl.constexpr, PROMPT_N: tl.constexpr, PROMPT_STAGES: tl.constexpr,
+                        MEMBERS: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Attend to one split of a prompt's keys (the first programs, which take longest), or of a lane's own keys."""
+    step = n_lanes * key_heads * RATIO  # places of one split
+    of_prompts = prompts * prompt_blocks * key_heads * prompt_splits
+    program = tl.program_id(0)
+    if program < of_prompts:
+        block, program = program % prompt_blocks, program // prompt_blocks
+        key_head, program = program % key_heads, program // key_heads
+        split, slot = program % prompt_splits, program // prompt_splits
+        pairs = block * PROMPT_M + tl.arange(0, PROMPT_M)  # of lane and query head
+        members = tl.load(member_ptr + slot * group + pairs // RATIO, mask=pairs < group * RATIO, other=-1)
+        if tl.max(members) >= 0:
+            its_heads = key_head * RATIO + pairs % RATIO
+            its_places = (own_splits + split).to(tl.int64) * step + members * (key_heads * RATIO) + its_heads
+            _attend(q_ptr, q_lane_stride, q_head_stride,
+                    pk_ptr + slot.to(tl.int64) * pk_slot_stride + key_head.to(tl.int64) * pk_head_stride,
+                    pk_token_stride,
+                    pv_ptr + slot.to(tl.int64) * pv_slot_stride + key_head.to(tl.int64) * pv_head_stride,
+                    pv_token_stride, tl.load(prompt_length_ptr + slot), split, prompt_splits, members, its_heads,
+                    its_places, out_ptr, lse_ptr, scale2, DEPTH, PRECISION, PROMPT_M, PROMPT_N, BLOCK_D,
+                    PROMPT_STAGES)  # fmt: skip
+    else:
+        program -= of_prompts
+        block, program = program % own_blocks, program // own_blocks
+        key_head, program = program % key_heads, program // key_heads
+        split, slot = program % own_splits, program // own_splits
+        rows = block * OWN_M + tl.arange(0, OWN_M)
+        lanes = tl.where(rows < RATIO, slot, -1)
+        heads = key_head * RATIO + rows % RATIO
+        places = split.to(tl.int64) * step + lanes * (key_heads * RATIO) + heads
+        if split == 0:  # the splits of a lane without a prompt, which no other program writes
+            has_prompt = 0
+            for first in range(0, prompts * group, MEMBERS):
+                others = first + tl.arange(0, MEMBERS)
+                others = tl.load(member_ptr + others, mask=others < prompts * group, other=-1)
+                has_prompt = tl.maximum(has_prompt, tl.max((others == slot).to(tl.int32)))
+            if has_prompt == 0:
+                for i in range(own_splits, own_splits + prompt_splits):
+                    tl.store(lse_ptr + places + i * step, float("-inf"), mask=rows < RATIO)
+        _attend(q_ptr, q_lane_stride, q_head_stride,
+                k_ptr + slot.to(tl.int64) * k_slot_stride + key_head.to(tl.int64) * k_head_stride, k_token_stride,
+                v_ptr + slot.to(tl.int64) * v_slot_stride + key_head.to(tl.int64) * v_head_stride, v_token_stride,
+                tl.load(length_ptr + slot), split, own_splits, lanes, heads, places, out_ptr, lse_ptr, scale2, DEPTH,
+                PRECISION, OWN_M, OWN_N, BLOCK_D, OWN_STAGES)  # fmt: skip
 
 
 @triton.jit
@@ -195,28 +228,24 @@ def group_decode(
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     own = launch.decode_blocks(ratio, depth, query.dtype)
     shared = launch.decode_blocks(group * ratio, depth, query.dtype)
-    own_blocks, row_blocks = triton.cdiv(ratio, own.rows), triton.cdiv(group * ratio, shared.rows)
+    own_blocks, prompt_blocks = triton.cdiv(ratio, own.rows), triton.cdiv(group * ratio, shared.rows)
     own_splits = launch.decode_splits(lanes * own_blocks * key_heads, keys.shape[2], own, query.device)
-    shared_splits = launch.decode_splits(prompts * row_blocks * key_heads, prompt_keys.shape[2], shared, query.device)
-    splits = own_splits + shared_splits
+    prompt_splits = launch.decode_splits(
+        prompts * prompt_blocks * key_heads, prompt_keys.shape[2], shared, query.device
+    )
+    splits = own_splits + prompt_splits
     parts = torch.empty(splits, lanes, heads, depth, dtype=torch.float32, device=query.device)
     lses = torch.empty(splits, lanes, heads, dtype=torch.float32, device=query.device)
-
-    def partial(slots, keys, values, lengths, members, blocks, row_blocks, first, count):
-        _partial_fwd_kernel[(slots * row_blocks, key_heads, count)](
-            query, keys, values, lengths, members, parts, lses, scale * LOG2E.value, *query.stride()[:2],
-            *keys.stride()[:3], *values.stride()[:3], lanes, heads, group, row_blocks, first, count,
-            splits - first - count, RATIO=ratio, DEPTH=depth, PRECISION=launch.precision(query.dtype),
-            BLOCK_M=blocks.rows, BLOCK_N=blocks.cols, BLOCK_D=blocks.depth,
-            **launch.options(blocks.warps, blocks.stages),
-        )  # fmt: skip
-
     if lanes:
-        # The lanes' own keys come first: this launch marks the prompt's splits as empty, for lanes without a prompt.
-        partial(lanes, keys, values, lengths, None, own, own_blocks, 0, own_splits)
-        if prompts and group:
-            partial(prompts, prompt_keys, prompt_values, prompt_lengths, members, shared, row_blocks, own_splits,
-                    shared_splits)  # fmt: skip
+        count = key_heads * (lanes * own_blocks * own_splits + prompts * prompt_blocks * prompt_splits)
+        _partial_fwd_kernel[(count,)](
+            query, *query.stride()[:2], keys, *keys.stride()[:3], values, *values.stride()[:3], lengths, prompt_keys,
+            *prompt_keys.stride()[:3], prompt_values, *prompt_values.stride()[:3], prompt_lengths, members, parts, lses,
+            scale * LOG2E.value, lanes, key_heads, prompts, group, own_blocks, own_splits, prompt_blocks, prompt_splits,
+            RATIO=ratio, DEPTH=depth, PRECISION=launch.precision(query.dtype), OWN_M=own.rows, OWN_N=own.cols,
+            OWN_STAGES=own.stages, PROMPT_M=shared.rows, PROMPT_N=shared.cols, PROMPT_STAGES=shared.stages,
+            MEMBERS=launch.DECODE_MEMBERS, BLOCK_D=own.depth, **launch.options(max(own.warps, shared.warps)),
+        )  # fmt: skip
         _merge_fwd_kernel[(lanes, triton.cdiv(heads, launch.MERGE_HEADS))](
             parts, lses, out, lanes, heads, splits, DEPTH=depth, HEADS=launch.MERGE_HEADS, BLOCK_D=own.depth,
             **launch.options(),

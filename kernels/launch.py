@@ -44,6 +44,7 @@ LOGITS_BLOCK, LOGITS_WARPS = 8192, 16  # columns of a row at a time, for given l
 LOGITS_FUSED_WARPS = 32
 SAMPLE_WARPS = 4
 MERGE_HEADS = 8  # query heads per program of the merge
+DECODE_MEMBERS = 4 if INTERPRET else 1024  # lanes of prompts that decode attention compares at once
 
 
 class Blocks(NamedTuple):
@@ -200,19 +201,19 @@ def decode_blocks(rows: int, depth: int, dtype: torch.dtype) -> Blocks:
 
     A multiprocessor runs two or three programs of this size.
     """
-    depth = max(16, triton.next_power_of_2(depth))
+    width, depth = depth, max(16, triton.next_power_of_2(depth))
     rows = max(16, triton.next_power_of_2(max(rows, 1)))
     if INTERPRET:
         return Blocks(min(rows, 32), 16, depth, 4, 1)
     if dtype == torch.float32:
         # Other sizes spill on some capability.
-        return Blocks(16 if depth == 128 else min(rows, 32), 16, depth, 4 if rows == 16 and depth > 128 else 8, 2)
+        return Blocks(16, 32 if 64 < width < 128 else 16, depth, 8 if depth == 128 else 4, 2)
     if depth > 128:
         # Larger blocks exceed the 99 KiB of shared memory of sm_86, sm_89 and sm_120, and spill elsewhere.
         return Blocks(min(rows, 64), 32, depth, 8, 2)
     if depth <= 64:
         return Blocks(min(rows, 128), 64 if rows > 32 else 128, depth, 8 if rows > 64 else 4, 3)
-    return Blocks(128, 32, depth, 8, 3) if rows > 64 else Blocks(rows, 64, depth, 8 if rows == 64 else 4, 2)
+    return Blocks(min(rows, 128), 32, depth, 8, 3) if rows >= 64 else Blocks(rows, 64, depth, 4, 2)
 
 
 def decode_splits(programs_without: int, length: int, blocks: Blocks, device: torch.device) -> int:

@@ -107,7 +107,8 @@ class Lanes:
     """The state of R lanes, each of which holds one completion in flight.
 
     A finished lane is still computed until the host takes its completion, but its state no longer changes. So a second
-    stream can copy it while later steps run.
+    stream can copy it while later steps run. Elements at an index tensor are filled with a number by `index_fill_` or
+    `index_put_`: an assignment would copy the number to the GPU, and wait for it.
     """
 
     def __init__(self, count: int, capacity: int, device: torch.device) -> None:
@@ -143,7 +144,7 @@ class Lanes:
     def see(self, lanes: torch.Tensor, ids: torch.Tensor, owners: torch.Tensor, prompts: torch.Tensor) -> None:
         """Record the tokens `ids` [N] of the prompts `owners` [N], for completions of `prompts` [S] on lanes [S]."""
         held = self.seen.new_zeros(len(lanes), self.seen.shape[1])  # there are no more prompts than completions
-        held[owners, ids] = True
+        held.index_put_((owners, ids), held.new_ones(()))
         self.seen[lanes] = held[prompts]
 
     def start(
@@ -151,9 +152,9 @@ class Lanes:
     ) -> None:
         """Start new completions with prompt lengths [S], limits [S] and random numbers [S, at most C]."""
         self.position[lanes] = prompt_lengths - 1
-        self.length[lanes] = 0
+        self.length.index_fill_(0, lanes, 0)
         self.limit[lanes] = limits
-        self.finished[lanes] = False
+        self.finished.index_fill_(0, lanes, False)
         self.uniforms[lanes, : uniforms.shape[1]] = uniforms
 
     def draws(self, lanes: slice | torch.Tensor) -> torch.Tensor:
@@ -193,15 +194,15 @@ class Lanes:
         offsets = torch.arange(len(ids), device=ids.device) - starts
         at = self.length[owners] + offsets
         self.tokens[owners, at] = ids
-        self.logps[owners, at] = 0
+        self.logps.index_put_((owners, at), self.logps.new_zeros(()))
         if self.kept is not None:
-            self.kept[owners, at] = 1
+            self.kept.index_put_((owners, at), self.kept.new_ones(()))
         if self.seen is not None:
-            self.seen[owners, ids] = True
+            self.seen.index_put_((owners, ids), self.seen.new_ones(()))
         self.length[lanes] += counts
         self.position[lanes] += counts
         self.token[lanes] = ids[ends - 1]
-        self.finished[lanes] = False
+        self.finished.index_fill_(0, lanes, False)
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Move the completions of the lanes `sources` [S] to the lanes `targets` [S]."""

@@ -1,7 +1,7 @@
 """The layers of Llama, Qwen2 and Qwen3 in a rollout, in few launches or calls.
 
 Queries, keys and values are one product, and so are gate and up. On a GPU a decode step uses the kernels of
-`kernels/layer.py` between them: 11 launches a layer with the attention's three. Other models, and prefill on a GPU, use
+`kernels/layer.py` between them: 10 launches a layer with the attention's two. Other models, and prefill on a GPU, use
 the layers of transformers.
 
 With adapters, a product uses W + alpha / r B A, or adds the adapters apart (`Joined`).

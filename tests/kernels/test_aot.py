@@ -147,22 +147,20 @@ def sampling_kernel(capability, name):
     return Compilation(kernel, capability, SAMPLING | constants, types, warps, matrix=False, wants=wants)
 
 
-def group_decode_part(capability, rows, dtype, depth):
-    """7 query rows are those of a lane, G times as many those of a group."""
-    if dtype == torch.float32 and rows > 28:
+def group_decode_part(capability, group, dtype, depth):
+    """7 query heads for each key head, and `group` lanes of a prompt."""
+    if dtype == torch.float32 and group > 1:
         return None  # more rows are more blocks of the same size
-    blocks = launch.decode_blocks(rows, depth, dtype)
-    constants = {"RATIO": 7, "DEPTH": depth, "PRECISION": launch.precision(dtype), "BLOCK_M": blocks.rows,
-                 "BLOCK_N": blocks.cols, "BLOCK_D": blocks.depth}  # fmt: skip
-    if rows == 7:
-        constants["member_ptr"] = None
-    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{NAMES[dtype]}")
-    types |= dict.fromkeys(("length_ptr", "member_ptr"), "*i32")
-    case = Compilation(decode._partial_fwd_kernel, capability, constants, types, blocks.warps, blocks.stages)
-    case.matrix = dtype != torch.float32
-    # Fewer than 64 rows are too few for the instructions of a whole warp group.
-    case.instruction = None if blocks.rows >= 64 else "HMMA"
-    return case
+    own, shared = (launch.decode_blocks(rows, depth, dtype) for rows in (7, 7 * group))
+    constants = {"RATIO": 7, "DEPTH": depth, "PRECISION": launch.precision(dtype), "OWN_M": own.rows,
+                 "OWN_N": own.cols, "OWN_STAGES": own.stages, "PROMPT_M": shared.rows, "PROMPT_N": shared.cols,
+                 "PROMPT_STAGES": shared.stages, "MEMBERS": launch.DECODE_MEMBERS, "BLOCK_D": own.depth}  # fmt: skip
+    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "pk_ptr", "pv_ptr"), f"*{NAMES[dtype]}")
+    types |= dict.fromkeys(("length_ptr", "prompt_length_ptr", "member_ptr"), "*i32")
+    warps = max(own.warps, shared.warps)
+    # The lane's own keys have too few rows for the matrix instructions of the largest blocks, and so do small groups.
+    wants = (r"MMA\.",) if dtype == torch.bfloat16 else ()
+    return Compilation(decode._partial_fwd_kernel, capability, constants, types, warps, matrix=False, wants=wants)
 
 
 def merge(capability, depth):
@@ -179,13 +177,13 @@ FAMILIES = {
     anchor: (),
     row_kernel: (ROW_KERNELS,),
     sampling_kernel: (SAMPLING_KERNELS,),
-    group_decode_part: ((7, 28, 56, 112), (torch.bfloat16, torch.float32), (64, 80, 128, 256)),
+    group_decode_part: ((1, 4, 8, 16), (torch.bfloat16, torch.float32), (64, 80, 128, 256)),
     merge: ((64, 80, 128),),
 }
 ORDINARY = {
     "descriptor-90-all-stored", "pointer-90-all-even", "rewriting_pointer-90-recompute", "online_softmax-90-all",
     "anchor-90", *(f"row_kernel-90-{name}" for name in ROW_KERNELS), "sampling_kernel-90-tile-sums",
-    "sampling_kernel-90-kept-sums", "sampling_kernel-90-draw", "group_decode_part-90-56-bf16-128", "merge-90-128",
+    "sampling_kernel-90-kept-sums", "sampling_kernel-90-draw", "group_decode_part-90-8-bf16-128", "merge-90-128",
 }  # fmt: skip
 
 

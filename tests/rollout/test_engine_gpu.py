@@ -105,10 +105,10 @@ def test_graphs_follow_weights_filters_and_geometry():
 
 def test_a_step_that_waits_for_the_device_names_the_remedy(monkeypatch):
     model, prompts = model_and_prompts()
-    forward = model.base_model.norm.forward
+    engine, forward = RolloutEngine(model), model.base_model.norm.forward  # it looks for syncs before its first step
     monkeypatch.setattr(model.base_model.norm, "forward", lambda x: forward(x * (1 if x.sum().item() else 2)))
     with pytest.raises(ValueError, match="use --rollout_backend eager"):
-        RolloutEngine(model).generate(prompts, 2, SamplingParams(temperature=0, max_tokens=24))
+        engine.generate(prompts, 2, SamplingParams(temperature=0, max_tokens=24))
 
 
 def test_no_host_sync_in_a_prefill_and_between_looks():
