@@ -28,9 +28,9 @@ STARTED_VARIABLE, COMMIT_VARIABLE = "FASTGRPO_BENCH_STARTED", "FASTGRPO_BENCH_CO
 STARTED = os.environ.get(STARTED_VARIABLE) or datetime.now(UTC).isoformat(timespec="seconds")
 PACKAGES = ("triton", "trl", "liger-kernel", "cut-cross-entropy")  # their versions are in every row
 L2_BYTES = 256 * 2**20  # more than the L2 cache of any GPU, so that zeroing this much memory flushes it
-# Zeroing the cache this often takes the GPU two to three milliseconds. In this time the host launches the variant's first
-# kernels, so that the measured time does not include launch latency, as in training. On an H200, a call of the loss
-# takes the host 1 ms before its first product.
+# Zeroing the cache this often takes the GPU two to three milliseconds. In this time the host launches the variant's
+# first kernels, so that the measured time does not include launch latency, as in training. The host reaches the first
+# product of the loss after 1 ms (on an H200's machine).
 HEAD_STARTS = 32
 
 Call = Callable[[], Any]

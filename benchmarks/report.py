@@ -32,7 +32,8 @@ OVERVIEW = {
 SUMMARY = (
     ("pretrained", "beta 0", "training step of SmolLM2-135M", "trl"),
     ("pretrained", "beta 0.04", "the same with a reference", "trl"),
-    ("step", None, "training step of a 0.8M model with a reference", "trl"),
+    ("step", None, "training step of a {model} model with a reference", "trl"),
+    ("head", "all rows", "loss of {n:,} tokens, D = {d:,}, V = {v:,}", "trl"),
     ("linear_grpo_loss", "all rows", "loss of 2,048 tokens, D = 512, V = 32,768", "trl"),
     ("linear_grpo_loss", "all rows", "the same", "full logits"),
     ("linear_grpo_loss", "40% of the rows", "the same, 40% of the tokens active", "trl"),
@@ -98,14 +99,17 @@ def summary(found: dict[str, list[dict]]) -> str:
     lines = [["what", "against", "fastgrpo", "other", "times as fast", "share of memory"], ["---"] * 6]
     for benchmark, case, what, peer in SUMMARY:
         rows = [row for row in found.get(benchmark, []) if row.get("case") == case and _timed(row)]
-        mine = min((row for row in rows if row["variant"].startswith(MINE)), key=lambda row: row["ms_p50"], default={})
+        ours = [row for row in rows if row["variant"].startswith(MINE) and "forward only" not in row["variant"]]
         for other in (row for row in rows if row["variant"] == peer):
+            same = [row for row in ours if all(row.get(key) == other.get(key) for key in ("n", "d", "v"))]
+            mine = min(same, key=lambda row: row["ms_p50"])
             cells = [
                 ", ".join(_quantity(key, row[key]) for key in ("ms_p50", "peak_mib") if row.get(key))
                 for row in (mine, other)
             ]
             share = f"{mine['peak_mib'] / other['peak_mib']:.2f}" if other.get("peak_mib") else ""
-            lines.append([what, NAMES[peer], *cells, f"{other['ms_p50'] / mine['ms_p50']:.2f}", share])
+            name = what.format_map(other | {"model": other.get("model", "").upper()})
+            lines.append([name, NAMES[peer], *cells, f"{other['ms_p50'] / mine['ms_p50']:.2f}", share])
     return "\n".join(_rows(lines))
 
 
@@ -221,7 +225,7 @@ def draw_bars(groups: list[tuple[str, list[dict]]], title: str, path: Path) -> N
                 axis.set_xlim(0, 1.22 * max(values))
             axis.tick_params(axis="x", which="both", bottom=False, labelbottom=False)
             axis.spines[["top", "right", "bottom"]].set_visible(False)
-            axis.set_title(f"{heading}: {word}{' (log scale)' if is_log else ''}", fontsize="medium", loc="left")
+            axis.set_title(f"{heading}: {word}{' (log scale)' if is_log else ''}", fontsize="small", loc="left")
     figure.suptitle(title, fontsize="medium", color="#555555")
     figure.savefig(path, dpi=100)
 

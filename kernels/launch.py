@@ -201,13 +201,13 @@ def decode_blocks(rows: int, depth: int, dtype: torch.dtype) -> Blocks:
 
     A multiprocessor runs two or three programs of this size.
     """
-    width, depth = depth, max(16, triton.next_power_of_2(depth))
+    depth = max(16, triton.next_power_of_2(depth))
     rows = max(16, triton.next_power_of_2(max(rows, 1)))
     if INTERPRET:
         return Blocks(min(rows, 32), 16, depth, 4, 1)
     if dtype == torch.float32:
         # Other sizes spill on some capability.
-        return Blocks(16, 32 if 64 < width < 128 else 16, depth, 8 if depth == 128 else 4, 2)
+        return Blocks(16, 16, depth, 16 if depth == 128 else 4, 2)
     if depth > 128:
         # Larger blocks exceed the 99 KiB of shared memory of sm_86, sm_89 and sm_120, and spill elsewhere.
         return Blocks(min(rows, 64), 32, depth, 8, 2)

@@ -18,7 +18,7 @@ import torch  # noqa: E402
 from compilation import NAMES, Compilation  # noqa: E402
 
 from benchmarks.machine_code import TABLE, budgets, measure, write_budgets  # noqa: E402
-from fastgrpo.kernels import decode, launch, sampling  # noqa: E402
+from fastgrpo.kernels import decode, launch, layer, sampling  # noqa: E402
 from fastgrpo.kernels import head as head_kernels  # noqa: E402
 from fastgrpo.kernels import logits as logits_kernels  # noqa: E402
 
@@ -168,6 +168,22 @@ def merge(capability, depth):
     return Compilation(decode._merge_fwd_kernel, capability, constants, {"out_ptr": "*bf16"}, 4, matrix=False)
 
 
+NO_NORMS = {"qw_ptr": None, "kw_ptr": None}
+LAYER_KERNELS = {  # at the width of Qwen2.5-7B; Qwen3 has norms of queries and keys
+    "add-norm": (layer._add_rms_norm_fwd_kernel, {"BLOCK": 4096}, 8),
+    "norm": (layer._add_rms_norm_fwd_kernel, {"BLOCK": 4096, "added_ptr": None}, 8),
+    "rotate": (layer._rotate_fwd_kernel, {"HALF": 64, "HEADS": layer.HEADS, "BLOCK": 64} | NO_NORMS, 4),
+    "rotate-normed": (layer._rotate_fwd_kernel, {"HALF": 64, "HEADS": layer.HEADS, "BLOCK": 64}, 4),
+    "silu-mul": (layer._silu_mul_fwd_kernel, {"BLOCK": layer.MLP_BLOCK}, 4),
+}
+
+
+def layer_kernel(capability, name):
+    kernel, constants, warps = LAYER_KERNELS[name]
+    pointers = dict.fromkeys((argument for argument in kernel.arg_names if argument.endswith("_ptr")), "*bf16")
+    return Compilation(kernel, capability, constants, pointers | {"token_ptr": "*i64"}, warps, matrix=False)
+
+
 FAMILIES = {
     descriptor: (VARIANTS, ("stored", "forward-only", "recomputing")),
     pointer: (VARIANTS, ("even", "ragged-depth")),
@@ -179,11 +195,13 @@ FAMILIES = {
     sampling_kernel: (SAMPLING_KERNELS,),
     group_decode_part: ((1, 4, 8, 16), (torch.bfloat16, torch.float32), (64, 80, 128, 256)),
     merge: ((64, 80, 128),),
+    layer_kernel: (LAYER_KERNELS,),
 }
 ORDINARY = {
     "descriptor-90-all-stored", "pointer-90-all-even", "rewriting_pointer-90-recompute", "online_softmax-90-all",
     "anchor-90", *(f"row_kernel-90-{name}" for name in ROW_KERNELS), "sampling_kernel-90-tile-sums",
     "sampling_kernel-90-kept-sums", "sampling_kernel-90-draw", "group_decode_part-90-8-bf16-128", "merge-90-128",
+    *(f"layer_kernel-90-{name}" for name in LAYER_KERNELS),
 }  # fmt: skip
 
 

@@ -105,8 +105,9 @@ def test_graphs_follow_weights_filters_and_geometry():
 
 def test_a_step_that_waits_for_the_device_names_the_remedy(monkeypatch):
     model, prompts = model_and_prompts()
-    engine, forward = RolloutEngine(model), model.base_model.norm.forward  # it looks for syncs before its first step
-    monkeypatch.setattr(model.base_model.norm, "forward", lambda x: forward(x * (1 if x.sum().item() else 2)))
+    engine, rotary = RolloutEngine(model), model.base_model.rotary_emb  # it looks for syncs before its first step
+    forward = rotary.forward
+    monkeypatch.setattr(rotary, "forward", lambda x, positions: forward(x, positions + 0 * positions.sum().item()))
     with pytest.raises(ValueError, match="use --rollout_backend eager"):
         engine.generate(prompts, 2, SamplingParams(temperature=0, max_tokens=24))
 
@@ -123,7 +124,7 @@ def test_no_host_sync_in_a_prefill_and_between_looks():
     try:
         engine._admit()
         for _ in range(8):
-            engine._decode()
+            engine._decode(96)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     finish(engine)

@@ -18,7 +18,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 MATRIX_INSTRUCTION = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: r"UTC\w*MMA", 120: "HMMA"}
 FLOATS = {"inv_t", "cap", "low", "high", "delta", "beta", "tau_pos", "tau_neg", "scale", "scale2"}
-FLOATS |= {"limit", "min_p_span"}
+FLOATS |= {"limit", "min_p_span", "eps"}
 DIVISIBLE = re.compile(r".*_(ptr|stride)|depth|vocab")  # by 16, as in every model's head
 
 
