@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.compare import KERNELS_ONLY, SAME_RUN, append, results_file, rows_of
 from benchmarks.first_sizes import (
+    DECODE,
     FLATTEN_SIZES,
     HEAD_SHAPES,
     PREDICTED,
@@ -212,6 +213,7 @@ def parts() -> list[Part]:
         own("head", 70, *(f"{size_name(shape)}: {bar}" for shape in HEAD_SHAPES for bar in head), **KERNELS_ONLY),
         own("rollout", 130, *(() if SMALL else (f"{ROLLOUT_SIZE}: share of the bandwidth limit, {LAYERS}",)),
             f"{ROLLOUT_SIZE}: graphs, times without", **KERNELS_ONLY),
+        own("decode", 60, *(f"{name}: tokens/s" for name in DECODE), **KERNELS_ONLY),
         own("step", 240, f"{STEP_SIZE}: samples a second, times trl, {LAYERS}", **KERNELS_ONLY),
         own("choices", 45, *(f"{size_name(size)}: {bar}" for size in FLATTEN_SIZES for bar in flatten),
             **interpreted, **KERNELS_ONLY),

@@ -22,6 +22,7 @@ from benchmarks.batches import make_batch
 from benchmarks.compare import compare, rows_of, versions
 from benchmarks.contestants import Contest, Contestant, contest, taking_part
 from benchmarks.first_sizes import (
+    DECODE,
     FLATTEN_SIZES,
     HEAD_SHAPES,
     ROLLOUT_SIZE,
@@ -32,6 +33,9 @@ from benchmarks.harness import CUDA, DEVICE, DTYPE, SMALL, Bar, at_least, at_mos
 from benchmarks.peers import PEERS, peers
 from fastgrpo.kernel_checks import runner
 from fastgrpo.kernel_checks.cases import CASES, modes_here
+from fastgrpo.policy.load import prepare
+from fastgrpo.policy.lora import add_lora
+from fastgrpo.rollout.engine import RolloutEngine
 
 ROUNDS = 2 if SMALL else 10
 SECONDS = 8  # time limit of the rounds of one shape
@@ -154,6 +158,22 @@ def time_rollout() -> None:
     tell_contest([graphs, eager], {}, judge)
 
 
+def time_decode() -> None:
+    """Time rollouts of several sizes and numbers of lanes, all of equal length, and with LoRA."""
+    for name, (size, batches, tokens, lora, predicted) in DECODE.items():
+        policy = prepare(bench_rollout.make_model(size))
+        if lora:
+            add_lora(policy.module, target_modules=["all-linear"])
+        prompts = bench_rollout.make_prompts(policy.module.config.vocab_size) * batches
+        lengths = [tokens] * len(prompts) * bench_rollout.GROUP
+        engine = RolloutEngine(policy, max_num_seqs=len(lengths))
+        call = partial(bench_rollout.ours, engine, prompts, lengths)
+        call()  # the first run compiles, the second one captures graphs
+        seconds = compare({name: call}, 3, DEVICE, SECONDS)[name]["median_s"]
+        tell(bars={f"{name}: tokens/s": at_least(round(sum(lengths) / seconds), predicted)})
+        del policy, engine, call
+
+
 def time_step() -> None:
     """Time one GRPO step against TRL's."""
 
@@ -209,6 +229,7 @@ PARTS = {
     "check": check_kernels,
     "head": time_head,
     "rollout": time_rollout,
+    "decode": time_decode,
     "step": time_step,
     "trl": time_trl,
     "choices": compare_choices,

@@ -8,6 +8,16 @@ HEAD_SHAPES = SHAPES[: 1 if SMALL else 3]
 ROLLOUT_SIZE, STEP_SIZE = ("embedded", "0.8m") if SMALL else ("0.5b", "0.5b")
 # N, D and V of the first product with and without `flatten`, and of the loss in fp32.
 FLATTEN_SIZES = ((40, 16, 70),) if SMALL else ((8192, 896, 151_936), (8192, 4096, 128_256))
+# Rollouts: size, batches of prompts, new tokens, whether with LoRA, and the tokens/s predicted for an H100.
+DECODE = {
+    "0.5b, 256 lanes": ("0.5b", 1, 512, False, 125_000),
+    "0.5b, 1024 lanes": ("0.5b", 4, 512, False, 165_000),
+    "0.5b, 256 lanes, LoRA": ("0.5b", 1, 256, True, 53_000),
+    "1.5b, 256 lanes": ("1.5b", 1, 256, False, 52_000),
+    "7b, 256 lanes": ("7b", 1, 256, False, 22_000),
+}
+if SMALL:
+    DECODE = {"embedded, 32 lanes": ("embedded", 2, 4, True, 1)}
 TRL_BARS = [bench_trl.bar_name(name, case) for case in bench_trl.CASES for name in bench_trl.MEASURED.values()]
 
 
