@@ -41,7 +41,7 @@ class ChatConfig(TokenFilterConfig, ToolsConfig, LoadingConfig, Settings):
     temperature: NotNegative = 1.0
     """Sample at this temperature; 0 takes the most likely token."""
     seed: Seed | None = None
-    """Seed the sampler. None gives other answers at each start."""
+    """Seed the sampler. None gives different answers at each start."""
     raw: bool = False
     """Print control characters unchanged; the terminal may execute them."""
 

@@ -39,9 +39,9 @@ REQUIRED = {"format_reward": "malformed", "steps_reward": "wrong step"}
 CHUNK = 256  # prompts that are completed before their kept completions are written
 DISTILLATION = """Generate completions for the training prompts of a task, and keep the correct ones.
 
-A completion is correct if its first reward is at least 1. A kept completion is correct, gets the maximum of each reward
-function whose name ends in format_reward or steps_reward, and is not truncated, repetitive or a duplicate. Without
---reward_funcs, the task's function steps_reward checks the written steps.
+A completion is correct if its first reward is at least 1. Correct completions are kept if they get the maximum of each
+reward function whose name ends in format_reward or steps_reward. Truncated, repetitive and duplicate completions are
+dropped. Without --reward_funcs, the task's steps_reward (if it has one) also checks the steps of the solution.
 `python -m fastgrpo.sft --train_file FILE` trains on the file."""
 
 

@@ -21,7 +21,7 @@ PARTS = {  # the tests of each part; "rest" has the slow tests of all other fold
     "notebook": ("tests/project/test_notebook.py",),
     "site": ("tests/project/test_site.py",),
     "runs": ("tests/tasks", "tests/whole", "-k", f"not ({RESUME})"),
-    "resume": ("tests/whole", "-k", RESUME),
+    "resume": ("tests/tasks", "tests/whole", "-k", RESUME),
 }
 PARTS["rest"] = ("tests", *sorted({f"--ignore={x}" for part in PARTS.values() for x in part if x.startswith("tests/")}))
 PARTS["quantization"] = ("tests/policy", "tests/whole", "-k", "int8 or nf4 or quantiz")

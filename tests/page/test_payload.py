@@ -64,9 +64,6 @@ def test_folders_become_runs_with_names_that_differ(tmp_path):
             find_runs([tmp_path / folder])
 
 
-# The figures at the top.
-
-
 # Curves.
 def test_a_long_curve_keeps_its_spikes_and_its_ends():
     values = [random.Random(step).random() for step in range(10_001)]

@@ -5,7 +5,6 @@ import json
 import pytest
 from matplotlib.figure import Figure
 
-from fastgrpo.run import curves
 from fastgrpo.run.curves import Panel, conclude, draw_curves, moving_average, read_metrics
 from fastgrpo.run.folder import RunFolder
 
@@ -63,21 +62,6 @@ def test_a_task_chooses_the_panels(drawn):
     assert dashed.get_linestyle() == "--" and dashed.get_xydata().tolist() == [[0, 1], [4, 1]]
     assert dashed.get_color() == second.get_color() != first.get_color()
     assert "Nothing" not in axes
-
-
-def test_the_table_compares_the_evaluation_before_the_first_step_with_the_last_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(curves, "draw_curves", lambda run_dir, *_: (run_dir / "curves.png").write_text("a picture"))
-    names = ("eval/pass@1", "eval/loss", "eval/accuracy", "eval/pass@2")
-    panels = (Panel("Held out", "share", (*names[1:], "kl"), ("a", "b", "c", "d")),)
-
-    def rows(lines):
-        write_metrics(tmp_path, lines)
-        table = conclude(RunFolder(tmp_path), {"steps": 9}, tmp_path / "checkpoint-9", pytest.fail, panels)
-        assert [name for name, _ in table[-2:]] == ["steps", "files"]
-        return table[:-2]
-
-    every = [{"step": step, **dict.fromkeys(names, step / 8)} for step in (0, 4, 8)]
-    assert rows(every) == [(name, "0.000 -> 1.000") for name in ("accuracy", "pass@1", "Held out: a", "Held out: c")]
 
 
 def test_conclude_writes_the_summary_and_returns_a_table(tmp_path):

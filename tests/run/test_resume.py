@@ -11,7 +11,7 @@ from fastgrpo.config.settings import GRPOConfig, TrainConfig
 from fastgrpo.config.validation import CONDITIONS, on_resume
 from fastgrpo.data.rows import Rows
 from fastgrpo.rewards.gsm8k import correctness
-from fastgrpo.run.resume import CHOSEN, check_settings, inputs_of
+from fastgrpo.run.resume import CHOSEN, check_settings, inputs_of, newest_good
 
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 
@@ -91,3 +91,9 @@ def test_models_data_and_reward_files_are_found(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "judge_of_mine")
     of_the_hub = TrainConfig(task="gsm8k", model_name_or_path="m", dataset_name="openai/gsm8k")
     assert inputs_of(of_the_hub, [correctness], "Qwen/Qwen3-0.6B") == {}
+
+
+def test_a_run_without_an_intact_checkpoint_is_refused(tmp_path):
+    (tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(ValueError, match="is intact"):
+        newest_good(tmp_path, lambda line: None)

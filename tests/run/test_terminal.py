@@ -104,13 +104,6 @@ def test_a_quiet_terminal_shows_warnings_and_results_and_a_silent_one_nothing(cl
     assert ESCAPE.sub("", screen.getvalue()).splitlines() == shown
 
 
-def test_without_bars_lines_have_the_time_that_is_left(clock, show):
-    screen = show()
-    run(Terminal(bars=False), clock)
-    written = screen.getvalue()
-    assert "GRPO" not in written and "evaluate" not in written and "0:02 left\n" in written
-
-
 def test_controls_are_escaped(show):
     """A terminal would obey what a completion says."""
     odd = ("\x1b[2Jgone\x07 \u202eback [bold]not markup[/bold]", "a\x1b[1A", "b\x9b", "title\x1b]0;")

@@ -14,7 +14,8 @@ import trl
 from runs import PROMPTS, lines, make_trainer, share_of_a
 from transformers import Qwen2ForSequenceClassification
 
-from fastgrpo import GRPOTrainer
+from fastgrpo import GRPOConfig, GRPOTrainer
+from fastgrpo.trainer.setup import advice
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 # 16 completions of a step are 4 prompts with 4 completions each; TRL's names and ours may stand side by side.
@@ -151,6 +152,12 @@ def test_a_stream_and_a_data_frame_train_and_evaluate(tmp_path):
     refills = {"prompts_per_step": 2, "dynamic_sampling": 3, "max_steps": 2, "output_dir": str(tmp_path / "other")}
     trainer = make_trainer(tmp_path, rows=STREAM, eval_rows=STREAM, max_eval_samples=5, **refills)
     assert (len(trainer.source), len(trainer.held_out[""])) == (12, 5)
+
+
+def test_weak_combinations_of_loss_settings_get_advice():
+    summed, capped = advice(GRPOConfig(loss_type="cispo", importance_sampling_level="sequence"))
+    assert "importance_sampling_level" in summed and "epsilon_high=0.2" in capped
+    assert advice(GRPOConfig(loss_type="grpo", importance_sampling_level="sequence")) == []
 
 
 def test_arguments_have_trls_order():
