@@ -7,7 +7,7 @@ import re
 import pytest
 from page_runs import sample, write_run
 
-from fastgrpo.page.payload import POINTS, WARNINGS, kept_of, payload, stretches_of
+from fastgrpo.page.payload import POINTS, WARNINGS, headline, kept_of, payload, stretches_of
 from fastgrpo.page.reading import find_runs, json_lines, names_of, read_run
 from fastgrpo.page.render import SCRIPTS, asset, policy, render
 from fastgrpo.run.curves import PANELS
@@ -62,6 +62,13 @@ def test_folders_become_runs_with_names_that_differ(tmp_path):
     for folder, remedy in (("missing", "has no metrics.jsonl"), ("runs", "name the runs to show, such as .*runs/c")):
         with pytest.raises(ValueError, match=f"{folder} is not the folder of a run.*{remedy}"):
             find_runs([tmp_path / folder])
+
+
+def test_the_figures_of_a_finished_run(tmp_path):
+    summary = {"steps": 4, "num_tokens": 1_234_000, "wall_seconds": 3_905.2, "peak_memory_gib": 1.256}
+    run = read_run(write_run(tmp_path, summary=summary, evaluated=[(0, 0.3), (2, 0.9), (4, 0.5)]), "a")
+    values = ["0.300 → 0.500", "0.125 → 0.500", "4", "1.23 million", "1 h 5 min", "1.26 GiB"]
+    assert [row["value"] for row in headline(run)] == values
 
 
 # Curves.
