@@ -52,7 +52,7 @@ class NoText(Good):
 class Slow(Good):
     def wait(self) -> str:
         """Wait."""
-        time.sleep(1)
+        time.sleep(30)
         return "late"
 
 
@@ -107,7 +107,7 @@ def test_an_environment_without_mistakes_has_no_problems():
     (Used, "was used before"), (Shared, "at the same time differ"), (object, "no method reset"),
 ])  # fmt: skip
 def test_finds_every_mistake(environment, words):
-    found = problems(environment, timeout=0.5 if environment is Slow else 60)
+    found = problems(environment, timeout=1 if environment is Slow else 60)
     assert len(found) == 1 and words in found[0]
 
 

@@ -249,7 +249,7 @@ def test_pause_modes(server, post):
         last = json.loads([line for line in lines if line][-2].removeprefix("data: "))
         assert last["choices"][0]["finish_reason"] == "abort"
     with pytest.raises(httpx.ReadTimeout):  # what comes now waits
-        client.post("/v1/completions", json={"prompt": "a"}, timeout=0.2)
+        client.post("/v1/completions", json={"prompt": "a"}, timeout=httpx.Timeout(60, read=0.2))
     client.post("/resume")
     with client.stream("POST", "/v1/completions", json=LONG | {"stream": True, "max_tokens": 50}) as reply:
         next(reply.iter_lines())

@@ -192,4 +192,7 @@ def test_all_of_it_at_once(folder, tmp_path):
     weight = sum(sample.weights.sum().item() for sample in updated[0][0])
     assert weight == pytest.approx(2)  # 1 for each update: masked tokens do not count in DAPO's normalizer
     assert sum(sample.trained for sample in experience) == 16 and values["grad_norm"] > 0
+    assert values["oversampling/aborted_groups"] == trainer.source.drawn - len(experience) // 4 > 0
+    finished = sum(len(sample.prompt_ids + sample.ids) for sample in experience)
+    assert values["num_tokens"] == finished + values["oversampling/aborted_tokens"] > finished
     assert 0 < sum(values[f"time/{stage}"] for stage in STAGES) <= values["step_time"]

@@ -76,7 +76,7 @@ def test_resumes_every_kind_of_policy_and_reference_bit_for_bit(tmp_path, settin
 
 def train(folder, name):
     torch.set_num_threads(1)
-    how = {"max_steps": 100, "save_steps": 1, "save_total_limit": 3, "resume_from_checkpoint": "auto"}
+    how = {"max_steps": 60, "save_steps": 1, "save_total_limit": 3, "resume_from_checkpoint": "auto"}
     make_trainer(folder, name, **how).train()
 
 
@@ -99,13 +99,12 @@ def life(folder, name, kill_after=None, once_saved=True):
 @pytest.mark.slow
 def test_kills_at_random_moments_change_nothing(tmp_path):
     """Close after a checkpoint, a while after it, and while the process starts."""
-    multiprocessing.set_forkserver_preload(["resumed"])
+    multiprocessing.set_forkserver_preload(["fastgrpo.trainer"])
     life(tmp_path, "whole")
     rng, run = random.Random(0), tmp_path / "run"
     moments = [(rng.uniform(0, longest), longest != 0.5) for longest in (0.1, 1, 0.5) * 2]
     kept = [life(tmp_path, "run", *moment) for moment in moments]
-    assert sum(kept) + life(tmp_path, "run") == 100 and not list(run.glob("stale-*")), kept
-    print(f"\nnew checkpoints of each killed process: {kept}")
+    assert sum(kept) + life(tmp_path, "run") == 60 and not list(run.glob("stale-*")), kept
     assert_same_run(run, tmp_path / "whole")
 
 
