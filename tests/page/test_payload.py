@@ -71,7 +71,6 @@ def test_the_figures_of_a_finished_run(tmp_path):
     assert [row["value"] for row in headline(run)] == values
 
 
-# Curves.
 def test_a_long_curve_keeps_its_spikes_and_its_ends():
     values = [random.Random(step).random() for step in range(10_001)]
     values[6_543], values[6_544] = 1000.0, -1000.0

@@ -116,11 +116,9 @@ def test_controls_are_escaped(show):
     assert all(text.encode("unicode_escape").decode("ascii") in told for text in odd)
 
 
-def test_tables_are_plain_outside_of_a_terminal(monkeypatch):
-    plain = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", plain)
+def test_tables_are_plain_outside_of_a_terminal(capsys):
     print_table([("a", 1), ("long", "x")])
     print_columns([["metric", "a"], ["accuracy", "0.5"]])
-    assert plain.getvalue().splitlines() == [
+    assert capsys.readouterr().out.splitlines() == [
         "  a     1", "  long  x", "| metric   | a   |", "| ---      | --- |", "| accuracy | 0.5 |",
     ]  # fmt: skip

@@ -192,6 +192,15 @@ def test_rows_past_2_to_the_31():
     assert torch.equal(far, near)
 
 
+def test_gradients_of_several_chunks_are_rounded_once(monkeypatch):
+    """Formed before grad_output is known, they stay fp32 until it is: 3 round(x) is not round(3 x)."""
+    set_chunk(monkeypatch, 32)
+    leaves, rest = random_head(70, 24, 50, dtype=torch.float16)
+    loss = linear_grpo_loss(**leaves, **rest).loss
+    one, three = (torch.autograd.grad(factor * loss, leaves.values(), retain_graph=True) for factor in (1, 3))
+    assert not any(map(torch.equal, three, (3 * gradient for gradient in one)))
+
+
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_every_launch_is_on_the_device_of_its_tensors(softcap, monkeypatch):
     """Triton launches on the current device, whatever device the tensors are on."""
