@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 
 .PHONY: train test test-quantization tools real real-gsm8k real-bounded reasoning docs pages settings pictures drawing launches \
   report-picture comparison-picture test-slow mutants machine-code liger-tests \
-  soak bench bench-gpu bench-gpu-engine first-gpu lint clean
+  soak bench race bench-gpu bench-gpu-engine first-gpu lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.train $(ARGS)
@@ -154,6 +154,10 @@ bench-gpu: $(VENV)/.installed-bench
 bench-gpu-engine: $(VENV)/.installed-bench
 	$(BIN)/python -m pytest benchmarks/bench_attention.py benchmarks/bench_decode.py benchmarks/bench_rollout.py benchmarks/bench_step.py --benchmark-only $(ARGS)
 	$(BIN)/python -m benchmarks.report
+
+# Which trainer reaches an accuracy first, on a quiet machine: ARGS="embedded" runs one task.
+race: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.race $(ARGS)
 
 # What only a GPU can tell, in 15 minutes: checks, tests, bars. Mail what it writes to benchmarks/results/.
 first-gpu: $(VENV)/.installed-bench

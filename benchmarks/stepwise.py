@@ -47,26 +47,36 @@ class Stepwise(TrainerCallback):
             raise RuntimeError("TRL's trainer failed") from self.error
 
 
-def trl_entry(
-    variant: str, path: str, reward: Callable[..., list[float]], rows: list[dict[str, Any]], **settings: Any
-) -> Entry:
-    """Create TRL's GRPOTrainer as a contestant.
+def trl_trainer(
+    path: str, rewards: Callable[..., list[float]] | list, rows: list[dict[str, Any]],
+    adapt: Callable[[Any], Any] | None = None, **settings: Any,
+) -> tuple[Stepwise, Any]:  # fmt: skip
+    """Create TRL's GRPOTrainer, and return a function that runs one step, and the trainer.
 
     Args:
-        variant: Name of its only variant, which runs one step.
         path: Folder of the model.
-        reward: The reward function.
+        rewards: The reward function or functions.
         rows: The training rows.
+        adapt: Changes the trainer before it starts.
         settings: Settings of TRL's GRPOConfig besides those that prevent stopping, logging and saving.
     """
     import trl
     from datasets import Dataset
 
     config = trl.GRPOConfig(
-        max_steps=10_000, report_to="none", save_strategy="no", logging_steps=10_000, disable_tqdm=True, seed=0,
-        **settings,
+        max_steps=10_000, report_to="none", save_strategy="no", logging_steps=10_000, disable_tqdm=True,
+        **{"seed": 0, **settings},
     )  # fmt: skip
     stepper = Stepwise()
-    trainer = trl.GRPOTrainer(path, reward, args=config, train_dataset=Dataset.from_list(rows), callbacks=[stepper])
+    trainer = trl.GRPOTrainer(path, rewards, args=config, train_dataset=Dataset.from_list(rows), callbacks=[stepper])
+    if adapt is not None:
+        adapt(trainer)
     stepper.start(trainer)
-    return Entry({variant: stepper})
+    return stepper, trainer
+
+
+def trl_entry(
+    variant: str, path: str, reward: Callable[..., list[float]], rows: list[dict[str, Any]], **settings: Any
+) -> Entry:
+    """Create TRL's GRPOTrainer as a contestant, whose only variant runs one step."""
+    return Entry({variant: trl_trainer(path, reward, rows, **settings)[0]})

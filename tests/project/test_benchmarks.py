@@ -13,6 +13,7 @@ from benchmarks import first_gpu, report
 from benchmarks.compare import append, compare, rows_of
 from benchmarks.contestants import Contestant, Failed, contest, taking_part
 from benchmarks.harness import at_least
+from benchmarks.race.trainers import VARIANTS
 
 SMALL = {"FASTGRPO_BENCH_SMALL": "1"}
 
@@ -136,3 +137,13 @@ def test_first_gpu_runs_small():
     for name in ("check", "head", "rollout", "choices"):
         values = [cells[1] for part, *cells in lines if part == name and not cells[0].endswith("active")]
         assert values and all(float(value) >= 0 for value in values)
+
+
+@pytest.mark.slow
+def test_the_race_runs_small():
+    command = [sys.executable, "-m", "benchmarks.race", "embedded"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | SMALL, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
+    assert [name for name, *_ in rows] == list(VARIANTS), done.stdout  # none is missing
+    assert all(float(seconds) > 0 and float(peak) > 0 for _, _, seconds, _, peak in rows)

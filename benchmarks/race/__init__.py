@@ -1,0 +1,8 @@
+"""A race of trainers: which is the first to reach an accuracy, on the same model, prompts, reward and settings.
+
+    python -m benchmarks.race [TASK ...]      (make race)
+
+Each contestant trains in a process of its own, alone on the machine, once per seed. Its clock runs only during training
+steps. Every few steps the weights are saved, and this process measures the greedy accuracy on held-out prompts, for all
+contestants with the same code. results.jsonl gets a line per measurement, race-TASK.png the curves.
+"""
