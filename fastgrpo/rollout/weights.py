@@ -151,12 +151,11 @@ class HeldWeights:
         """Make the products of the layers, with merged adapters if their copies fit."""
         joined = groups(self.policy)
         if self.copies is None:
-            adapted = [i for i, linears in enumerate(joined) if any(map(adapter_of, linears))]
-            weights = {i: [base_layer(linear).weight for linear in joined[i]] for i in adapted}
+            weights = adapted_weights(self.policy)
             size = sum(weight.nbytes for each in weights.values() for weight in each)
             fits = size <= MERGED_SHARE * self.free()
             self.copies = {i: torch.cat(each) for i, each in weights.items() if fits}
-            if adapted:
+            if weights:
                 how = "merged" if fits else "apart, since their merged weights do not fit"
                 logger.info("rollouts compute the adapters %s (%.2f GiB)", how, size / 2**30)
         for i, copy in self.copies.items():
@@ -204,6 +203,12 @@ class HeldWeights:
         self.packed.free()
         self.parameters = []
         self.gathered.close()
+
+
+def adapted_weights(policy: Policy) -> dict[int, list[torch.Tensor]]:
+    """Return the weights of each group of layers with adapters, by the number of the group."""
+    adapted = {i: linears for i, linears in enumerate(groups(policy)) if any(map(adapter_of, linears))}
+    return {i: [base_layer(linear).weight for linear in linears] for i, linears in adapted.items()}
 
 
 def uses_kernels(policy: Policy) -> bool:

@@ -32,12 +32,13 @@ from fastgrpo.policy.dry_run import unplannable, without_weights
 from fastgrpo.policy.liger_layers import would_apply
 from fastgrpo.policy.load import outline
 from fastgrpo.policy.lora import ADAPTER, add_lora
-from fastgrpo.policy.model import head_dim
+from fastgrpo.policy.model import Policy, head_dim
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.models import same_device
 from fastgrpo.rollout.attention import choose_provider
 from fastgrpo.rollout.hf import HFBackend
+from fastgrpo.rollout.layers import obstacle
 from fastgrpo.rollout.slots import (
     BUCKETS,
     MOST_LANES,
@@ -47,6 +48,7 @@ from fastgrpo.rollout.slots import (
     kv_token_bytes,
     memory_left,
 )
+from fastgrpo.rollout.weights import MERGED_SHARE, adapted_weights
 
 PROMPT_TOKENS = 256  # the length of a typical prompt
 GRAPH_BYTES = 26 * 2**20  # of the driver for the graph of a decode step, as vLLM logs it (its pull request 22897)
@@ -54,8 +56,8 @@ FP32 = 4  # bytes of an fp32 number
 MICRO_BATCHES = 16384, 8192, 4096  # tokens of a micro-batch to choose from, and the first where nothing is planned
 # Predicted times on an H100, in products of one token with all weights (2 us for 1B parameters at half the peak): what
 # a micro-batch adds (gradients added in fp32, launches), also with sharded weights over NVLink; and a decode step of
-# few lanes, which reads all weights.
-PASS, PASS_SHARDED, DECODE_STEP = 1_000, 10_000, 500
+# few lanes, which reads all weights; and how much longer that takes with adapters beside the weights, not merged.
+PASS, PASS_SHARDED, DECODE_STEP, APART = 1_000, 10_000, 500, 1.25
 # The phases of a step with the highest memory use.
 TIMES = {
     "draw": "while completions are drawn",
@@ -273,6 +275,7 @@ class _Planner:
             copied, width = copied_tokens(self.requests, most), head_dim(model.config.get_text_config())
             # The hf backend copies the prompt for each completion, like sdpa.
             self.flat = hf or choose_provider("auto", device, dtype, width, copied) == "sdpa"
+        self.merged = self._merged_bytes()
 
     def plan(self) -> MemoryPlan:
         """Plan all choices of the micro-batch and of recomputed layers, and return the cheapest that fits."""
@@ -313,23 +316,37 @@ class _Planner:
 
         def of(lanes):
             held = [*parts, *self._decode_step(lanes), *activations]
-            slots, cost = self._slots(lanes), self._cost(tokens, recomputed, lanes)
-            choice = {"lanes": lanes, "tokens": tokens, "recomputed": recomputed, "cost": cost}
-            return MemoryPlan(
-                held, slots, one_group, share, self.room, ranks=self.ranks, parallel=self.parallel, **choice
-            )
+            choice = {"lanes": lanes, "tokens": tokens, "recomputed": recomputed, "ranks": self.ranks}
+            made = MemoryPlan(
+                held, self._slots(lanes), one_group, share, self.room, cost=self._cost(tokens, recomputed, lanes),
+                parallel=self.parallel, **choice,
+            )  # fmt: skip
+            if not 0 < self.merged <= MERGED_SHARE * (self.room - made.fixed):
+                return made
+            part = Part("merged adapters", self.merged, "copies of the weights, for rollouts")
+            cost = self._cost(tokens, recomputed, lanes, merged=True)
+            return dataclasses.replace(made, parts=[*held, part], cost=cost)
 
         more = range(fewest + 1, self.most + 1)
         return of(fewest + bisect_left(more, True, key=lambda lanes: not of(lanes).ample))
 
-    def _cost(self, tokens, recomputed, lanes):
+    def _merged_bytes(self):
+        """Return the bytes of copies with merged adapters, or 0 if the rollouts cannot use them."""
+        fast = self.device.type == "cuda" and self.config.rollout_backend in ("auto", "fast", "eager")
+        policy = Policy.of(self.model) if fast and self.count.adapters and self.grpo else None
+        if policy is None or obstacle(policy):
+            return 0
+        return sum(weight.nbytes for each in adapted_weights(policy).values() for weight in each)
+
+    def _cost(self, tokens, recomputed, lanes, merged=False):
         """Predict the time of updates and decode steps, in products of one token with all weights."""
         layers, products = self.model.config.get_text_config().num_hidden_layers, 4 if self.count.adapters else 6
         token = products + 2 * recomputed / layers + (PASS_SHARDED if self.sharded else PASS) / tokens
         if not self.grpo:
             return token
         steps = self.config.max_completion_length * self.most / lanes
-        return self.config.num_iterations * self.in_all * token + steps * DECODE_STEP
+        decode = DECODE_STEP * (APART if self.count.adapters and not merged else 1)
+        return self.config.num_iterations * self.in_all * token + steps * decode
 
     def _token_bytes(self, recomputed):
         """Return `activation_bytes` of one token."""

@@ -208,7 +208,7 @@ def test_a_run_that_does_not_fit_is_refused_with_flags_that_help(planned):
         ("1.5B", 40, {}, 4096, range(1, 28)),
         ("1.5B", 40, {"max_tokens_per_microbatch": 16384}, 16384, range(28, 29)),
         ("0.5B", 24, {"gradient_checkpointing": True}, 16384, range(24, 25)),
-        ("7B, LoRA", 80, {"prompts_per_step": 32, "num_generations": 8}, 8192, range(1)),
+        ("7B, LoRA", 80, {"prompts_per_step": 32, "num_generations": 8}, 4096, range(1)),
     ],
 )
 def test_the_cheapest_micro_batch_and_recomputation_that_fit_are_chosen(name, gigabytes, settings, tokens, recomputed):
@@ -217,6 +217,8 @@ def test_the_cheapest_micro_batch_and_recomputation_that_fit_are_chosen(name, gi
     assert f"{tokens:,} tokens of a micro-batch" in dict(made.rows())["gradient checkpointing"]
     if tokens < 16384:
         assert "the cheapest that fits: 16,384 tokens without it" in made.why
+    # A smaller micro-batch leaves room for merged adapters.
+    assert ("merged adapters" in dict(made.rows())) == (name == "7B, LoRA")
 
 
 def test_gradient_checkpointing_follows_its_setting(planned):
