@@ -127,6 +127,8 @@ class Conversation:
         if last is None:
             prompt = self.prompts({"prompt": [*self.messages, turn]})
             dialogue = self.prompts.start({0: prompt}, 1, torch.initial_seed())[0][0].dialogue
+            if dialogue.episode.error:
+                raise ValueError(f"the environment cannot be reset: {dialogue.episode.error}")
             self._print(dialogue.prompt[-1]["content"][len(turn["content"]) :].lstrip("\n"))
         else:
             ids = last.builder.answer(last.prompt_ids, last.ids, {}, [turn])
@@ -168,6 +170,9 @@ def chat(argv: list[str]) -> None:
 
     quiet_libraries()
     environments = find_environments(flags)
+    if environments is not None and environments.routed:
+        names = ", ".join(environments.factories)
+        raise ValueError(f"--environment {flags.environment} is a dict; add :NAME to choose one of {names}")
     sampling = SamplingParams(flags.temperature, flags.top_p, flags.top_k, max_tokens=flags.max_tokens, seed=flags.seed)
     trusted = {"trust_remote_code": flags.trust_remote_code}
     tokenizer = load_tokenizer(flags.model, **trusted)

@@ -88,8 +88,8 @@ class ToolsConfig:
     tools: Several[str] = ()
     """Let the model call these functions, module:function. Empty uses the task's tools, if any."""
     environment: str | None = None
-    """Give each completion an instance of this class, module:Class. Its public methods are tools. None uses the task's
-    environment, if any."""
+    """Give each completion an instance of this class, module:Class, or of one in a dict, module:DICT:NAME. Its public
+    methods are tools. None uses the task's environment, if any."""
     max_tool_calling_iterations: Size | None = None
     """Run the tool calls of at most N turns of a completion. None sets no limit."""
     tool_timeout: Positive | None = 60.0

@@ -109,12 +109,13 @@ def needed_rewards(task: Task, config: Any, environments: "Environments | None" 
     return functions
 
 
-def refuse_data(
-    task: str, config: PromptConfig, names: Sequence[str] = ("dataset_name", "dataset_config", "system_prompt")
-) -> None:
+OWN_DATA = "dataset_name", "dataset_config", "system_prompt", "environment"
+
+
+def refuse_data(task: str, config: PromptConfig, names: Sequence[str] = OWN_DATA) -> None:
     """Raise for data set settings in a task that makes its own data."""
     for name in names:
-        if getattr(config, name):
+        if getattr(config, name, None):
             raise ValueError(f"task={task} makes its own data; use {name} with --task gsm8k or --task dataset")
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase | None") -> Task:
     """Build the task of a data set. A system prompt goes before each prompt, as a message or as text."""
+    if config.dataset_name is None and getattr(config, "environment", None):
+        return Task(lambda: None, lambda: None, [])  # the environment writes the prompts
     if config.dataset_name is None:
         raise ValueError("task=dataset needs --dataset_name: a hub id, a .jsonl file, or a folder of them")
     return Task(

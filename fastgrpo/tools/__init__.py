@@ -24,7 +24,16 @@ def find_tools(specs: Sequence[str]) -> list[Callable]:
 
 
 def find_environment(spec: str) -> Callable | Mapping[str, Callable]:
-    """Import the environment module:Class; or a function that makes environments, or a dict of them by name."""
+    """Import the environment module:Class; or a function that makes environments, or a dict of them by name.
+
+    module:DICT:NAME is one of a dict.
+    """
+    path, _, name = spec.rpartition(":")
+    if ":" in path:
+        found = find_environment(path)
+        if not isinstance(found, Mapping) or name not in found:
+            raise ValueError(f"environment {spec!r}: {path} is not a dict with the name {name!r}")
+        return found[name]
     found = imported(spec, "environment")
     if not callable(found) and not isinstance(found, Mapping):
         raise ValueError(f"environment {spec!r} is a {type(found).__name__}, not a class, a function or a dict of them")

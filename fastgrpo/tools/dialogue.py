@@ -141,7 +141,7 @@ class Dialogue:
     def _end(self, answers: Sequence[Answer]):
         """Return why these answers end the completion, or None."""
         if any(answer.timed_out for answer in answers):
-            self.episode.failed = True
+            self.episode.failed = self.environment is not None
             return StopReason.TOOL_TIMEOUT
         try:
             failed, done = self._says("env_error"), self._says("done")

@@ -37,7 +37,7 @@ class Episode:
 
     Attributes:
         name: Name of the environment, None if it has no name.
-        environment: The instance, which has been reset. None without environments, and if none could be made.
+        environment: The instance, which has been reset. None without environments, and if the reset failed.
         box: Its tools.
         messages: The prompt, with what the reset returned.
         failed: Whether the environment failed: its reset raised, a tool timed out, or a call still ran at the end of
@@ -187,6 +187,7 @@ class Environments:
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and not reset.done():
                 raise  # the user's, not that of the reset
+            instance = None  # it still has the state of another completion, or none
             problem = f"{type(error).__name__}: {error}" if reset.done() else f"no answer within {self.timeout} seconds"
             if not self.warned:
                 self.warned = True

@@ -63,7 +63,7 @@ class Prompts:
         """Tokenize the prompt of a row, with the tools."""
         if self.environments is None:
             return to_prompt(row, self.tokenizer, self.template_kwargs)
-        prompt, columns = checked_row({**NO_PROMPT, **row})
+        prompt, columns = checked_row({**NO_PROMPT, **row} if self.environments.resets else row)
         if not isinstance(prompt, list):
             prompt = [{"role": "user", "content": prompt}]
         return Prompt(self.builders[self.environments.name_of(row)].prompt(prompt), prompt, columns)

@@ -23,16 +23,17 @@ from typing import Any
 import torch
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.data.prompts import copied
+from fastgrpo.data.prompts import copied, shortened
 from fastgrpo.data.records import Prompt, Sample, StopReason, TrainerState
 from fastgrpo.data.sources import Source
 from fastgrpo.data.token_text import TokenText
 from fastgrpo.loss.advantages import decoupled_advantages, group_advantages, process_advantages
 from fastgrpo.policy.fit import check_prompts
+from fastgrpo.policy.model import Policy
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Judging, Rewards, reward_matrix
 from fastgrpo.rollout.backend import RolloutBackend, draw_groups
-from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.rollout.sampling import SamplingParams, integers
 from fastgrpo.run.log import RunLog
 from fastgrpo.run.metrics import SAMPLE_COLUMNS
 from fastgrpo.run.profiling import StageTimer
@@ -143,7 +144,8 @@ class Collector:
             with self.engine.policy.gather():
                 if self.rollout_func is not None:
                     lost = 0
-                    for i, samples in rolled_out(self.rollout_func, groups, self.sampling.stop_token_ids).items():
+                    stop_ids = self.sampling.stop_token_ids
+                    for i, samples in rolled_out(self.rollout_func, groups, stop_ids, self.engine.policy).items():
                         judging.add(i, samples)
                 else:
                     sampling = dataclasses.replace(self.sampling, seed=seed)
@@ -193,17 +195,20 @@ def _means(measured):
 
 
 def rolled_out(
-    function: Callable[[list], Mapping[str, list]], groups: Mapping[int, Sequence[Prompt]], stop_ids: Sequence[int]
+    function: Callable[[list], Mapping[str, list]],
+    groups: Mapping[int, Sequence[Prompt]],
+    stop_ids: Sequence[int],
+    policy: Policy,
 ) -> dict[int, list[Sample]]:
     """Generate completions by TRL's `rollout_func` instead of the engine. Those without a stop token are truncated.
 
     Raises:
-        ValueError: It returned something else than lists with one item per prompt.
+        ValueError: It returned something else than lists with one item per prompt, or wrong tokens or logprobs.
     """
     prompts = [prompt for group in groups.values() for prompt in group]
     if not prompts:  # a refill of dynamic sampling may give this rank none
         return {}
-    returned = dict(function([copied(prompt.prompt) for prompt in prompts]))
+    returned = dict(function([copied(prompt.prompt) for prompt in prompts]) or {})
     needed = ("prompt_ids", "completion_ids", "logprobs")
     lacking = [name for name in needed if returned.get(name) is None]
     if lacking:
@@ -211,8 +216,10 @@ def rolled_out(
     wrong = {name: len(values) for name, values in returned.items() if len(values) != len(prompts)}
     if wrong:
         raise ValueError(f"rollout_func must return one item per prompt, {len(prompts)} here, got {wrong}")
-    masks = returned.pop("env_mask", None) or [None] * len(prompts)
-    ids, drawn, logprobs = ([list(item) for item in returned.pop(name)] for name in needed)
+    masks = returned.pop("env_mask", None)
+    masks = [None] * len(prompts) if masks is None else masks
+    ids, drawn, logprobs = (returned.pop(name) for name in needed)
+    ids, drawn = ([integers(item, "tokens of rollout_func") for item in items] for items in (ids, drawn))
     samples = []
     for i, prompt in enumerate(prompts):
         mask = None if masks[i] is None or all(masks[i]) else [int(bool(own)) for own in masks[i]]
@@ -223,7 +230,9 @@ def rolled_out(
                 f"as tokens; got {len(drawn[i])} tokens, {len(logprobs[i])} logprobs and {len(mask or drawn[i])} "
                 f"values of env_mask, of which {sum(mask or [1] * len(drawn[i]))} are drawn"
             )
-        logps = torch.tensor(list(compress(logprobs[i], mask or repeat(1))), dtype=torch.float32)
+        policy.check_ids(ids[i], f"prompt {i} of rollout_func")
+        policy.check_ids(drawn[i], f"completion {i} of rollout_func")
+        logps = torch.tensor([*map(_logprob, compress(logprobs[i], mask or repeat(1)))], dtype=torch.float32)
         own = {name: values[i] for name, values in returned.items()}
         reason = StopReason.STOP if drawn[i][-1] in stop_ids else StopReason.LENGTH
         samples.append(
@@ -234,6 +243,15 @@ def rolled_out(
         )  # fmt: skip
     size = len(prompts) // len(groups)
     return {i: samples[at * size : (at + 1) * size] for at, i in enumerate(groups)}
+
+
+def _logprob(value):
+    try:
+        if math.isfinite(value):
+            return float(value)
+    except TypeError:  # not a number
+        pass
+    raise ValueError(f"logprobs of rollout_func must be finite numbers, one per token; got {shortened(value)}")
 
 
 def with_advantages(

@@ -144,7 +144,8 @@ class GRPOTrainer:
         train_rows = as_rows(self.source.rows, "train_dataset.rows")
         self.held_out = setup.read_held_out(eval_dataset, args.max_eval_samples)
         self.rewards = self._make_rewards(reward_funcs, reward_processing_classes)
-        self.made = made = setup.make_policy(model, processing_class, args, ranks, wrapper, self.rewards)
+        waits = self.environments is not None
+        self.made = made = setup.make_policy(model, processing_class, args, ranks, wrapper, self.rewards, waits)
         self.policy, self.tokenizer, self.plan = made.policy, made.tokenizer, made.plan
         stops = stop_token_ids(self.policy, self.tokenizer)
         self.prompts = Prompts.of(self.tokenizer, args, self.environments, stops)

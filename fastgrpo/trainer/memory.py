@@ -258,18 +258,21 @@ class Count(NamedTuple):
 class _Planner:
     """Computes the parts of a run on each device; `model` has dtype and adapters, but no weights."""
 
-    def __init__(self, config, model, dtype, device, prompt_tokens, room, ranks, parallel, judges):
+    def __init__(self, config, model, dtype, device, prompt_tokens, room, ranks, parallel, judges, waits):
         self.config, self.model, self.dtype, self.device = config, model, dtype, device
         self.prompt_tokens, self.room, self.ranks, self.parallel = prompt_tokens, room, ranks, parallel
         self.judges, self.count, self.sharded = judges, Count.of(model), parallel == "fsdp2"
         self.token_bytes = functools.cache(self._token_bytes)
         self.grpo, self.requests, self.fewest, self.most = isinstance(config, GRPOConfig), [], 0, 0
+        self.drawing = 0  # maximum number of completions that draw at the same time
         self.in_all = math.inf  # tokens of a step; the lengths of examples are not yet known
         if self.grpo:
             group, hf = [config.max_completion_length] * config.num_generations, config.rollout_backend == "hf"
             self.requests = [(prompt_tokens, group)] * -(-config.oversampled(config.prompts_per_step) // ranks)
             most = config.max_num_seqs or max(HFBackend.MOST if hf else MOST_LANES, len(group))
-            self.most = min(most, len(self.requests) * len(group))
+            wanted = len(self.requests) * len(group)
+            self.drawing = min(most, wanted)
+            self.most = wanted if waits and not hf else self.drawing  # completions that wait keep their slots
             self.fewest = min(self.most, len(group))
             self.in_all = -(-config.prompts_per_step // ranks) * (prompt_tokens + sum(group))
             copied, width = copied_tokens(self.requests, most), head_dim(model.config.get_text_config())
@@ -315,7 +318,7 @@ class _Planner:
         one_group = self._slots(fewest).bytes
 
         def of(lanes):
-            held = [*parts, *self._decode_step(lanes), *activations]
+            held = [*parts, *self._decode_step(min(lanes, self.drawing)), *activations]
             choice = {"lanes": lanes, "tokens": tokens, "recomputed": recomputed, "ranks": self.ranks}
             made = MemoryPlan(
                 held, self._slots(lanes), one_group, share, self.room, cost=self._cost(tokens, recomputed, lanes),
@@ -506,10 +509,12 @@ class _Planner:
 def plan(
     config: TrainingConfig, model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device,
     prompt_tokens: int = PROMPT_TOKENS, room: float = math.inf, ranks: int = 1, judges: int = 0,
+    waits: bool = False,
 ) -> MemoryPlan:  # fmt: skip
     """Plan a run's memory on each device, for a `model` without weights, and resolve auto settings.
 
-    `judges` are the bytes of reward models. If the run does not fit, plan it also with each setting that may help.
+    `judges` are the bytes of reward models. `waits` says that completions wait for tools. If the run does not fit, plan
+    it also with each setting that may help.
     """
     model = model.to(dtype)
 
@@ -521,7 +526,7 @@ def plan(
     def of(config, parallel, judges=judges):
         lora = config.lora_r, config.lora_alpha, config.lora_target_modules
         planned = with_lora(*lora) if config.use_peft else model
-        return _Planner(config, planned, dtype, device, prompt_tokens, room, ranks, parallel, judges).plan()
+        return _Planner(config, planned, dtype, device, prompt_tokens, room, ranks, parallel, judges, waits).plan()
 
     whole = of(config, "ddp")
     parallel, chosen = choose_parallel(config, whole)
@@ -590,6 +595,7 @@ def plan_run(
     room: float | None = None,
     ranks: Ranks = ALONE,
     rewards: Rewards | None = None,
+    waits: bool = False,
 ) -> MemoryPlan | None:
     """Plan a run before its weights are loaded. Return None if the model cannot be planned.
 
@@ -610,5 +616,5 @@ def plan_run(
     outlined = outline(model, config.trust_remote_code, download=True) if isinstance(model, (str, Path)) else model
     if unplannable(outlined):
         return None
-    outlined, dtype = without_weights(outlined), choose_dtype(config.dtype, device)
-    return plan(config, outlined, dtype=dtype, device=device, room=room, ranks=ranks.size, judges=judges)
+    outlined, sizes = without_weights(outlined), {"ranks": ranks.size, "judges": judges, "waits": waits}
+    return plan(config, outlined, dtype=choose_dtype(config.dtype, device), device=device, room=room, **sizes)

@@ -185,17 +185,19 @@ def make_policy(
     ranks: Ranks,
     wrapper: "PeftModel | None" = None,
     rewards: Rewards | None = None,
+    waits: bool = False,
 ) -> Made:
     """Create the policy of a run: plan its memory, load it, add adapters, and shard it with fsdp2.
 
-    All ranks begin with the same weights. On a CPU, freed memory is kept for the next step.
+    All ranks begin with the same weights. On a CPU, freed memory is kept for the next step. `waits` says that
+    completions wait for tools.
     """
     if args.parallel in ("fsdp2", "fsdp2_keep") and ranks.group is None:
         raise ValueError(
             f"parallel={args.parallel} needs several processes, and there is only one; start the run with torchrun "
             "--nproc_per_node N -m fastgrpo.train ..., or omit parallel. One process can use fsdp2_offload"
         )
-    plan = plan_run(args, model, ranks=ranks, rewards=rewards)
+    plan = plan_run(args, model, ranks=ranks, rewards=rewards, waits=waits)
     if plan:
         plan.check()
     parallel, why = (plan.parallel, plan.chosen) if plan else choose_parallel(args, None)

@@ -100,6 +100,7 @@ def make_trainer(folder, rows=ROWS, model=None, name="run", reward=reward, **how
     return GRPOTrainer(model, reward, args, rows, processing_class=tiny.tokenizer(chat=True), **given)
 
 
+ONE = {"counter": Counter}
 OF_RANKS = {"environment_factory": Counter, "logging_steps": 1}
 
 

@@ -222,3 +222,4 @@ def test_a_task_reads_only_the_requested_split(tmp_path):
             task.train()
     with pytest.raises(ValueError, match="--dataset_name"):
         dataset.build(TrainConfig(task="dataset"), None)
+    assert dataset.build(TrainConfig(task="dataset", environment="my_tools:Guess"), None).train() is None

@@ -80,6 +80,10 @@ def test_a_model_calls_tools_and_the_next_question_follows_all_its_tokens(capsys
     talk.answer("hi")
     assert talk.dialogue.environment is first.environment  # reset, and used again
     assert first.environment.calls == len(talk.dialogue.calls)
+    away = Environments(type("Away", (), {"reset": lambda self: 1 / 0}))
+    with pytest.raises(ValueError, match="cannot be reset: ZeroDivisionError"):
+        Conversation(model, tiny.tokenizer(chat=True), sampling, environments=away).answer("hi")
+    assert main(["model", "--environment", "tool_runs:ONE"]) == 2 and "add :NAME to choose" in capsys.readouterr().err
 
 
 def test_filters_and_temperature_reach_the_draw_and_a_models_own_penalties_do_not(capsys):

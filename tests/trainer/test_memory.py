@@ -36,10 +36,11 @@ CPU, CUDA, GIB = torch.device("cpu"), torch.device("cuda"), 2**30
 def planned():
     """A function that plans a run of Qwen2.5's shapes in bf16, on so many devices with so much memory."""
 
-    def of(name, ranks=1, device=CPU, room=80 * GIB, kind=GRPOConfig, **settings):
+    def of(name, ranks=1, device=CPU, room=80 * GIB, kind=GRPOConfig, waits=False, **settings):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-            return plan(kind(**settings), outlined(name), dtype=torch.bfloat16, device=device, room=room, ranks=ranks)
+            on = {"dtype": torch.bfloat16, "device": device, "room": room, "ranks": ranks, "waits": waits}
+            return plan(kind(**settings), outlined(name), **on)
 
     return of
 
@@ -191,6 +192,12 @@ def test_as_many_completions_draw_as_a_step_has_or_fit_into_memory(name):
         assert made.passing - eager.passing == held["logits of a decode step"] + held["CUDA graphs"]
     assert (before == 1024) == (name != "7B")
     assert planned_on(name, 141, prompts_per_step=8, num_generations=4).lanes == 32
+
+
+def test_completions_that_wait_for_tools_keep_their_slots(planned):
+    few, all_of_them = (planned("0.5B", max_num_seqs=n, waits=True, device=CUDA) for n in (8, 64))
+    assert few.lanes == all_of_them.lanes == 64 and few.slots == all_of_them.slots
+    assert sizes(few)["logits of a decode step"] == outlined("0.5B").vocab_size * 4 * 8
 
 
 def test_a_run_that_does_not_fit_is_refused_with_flags_that_help(planned):

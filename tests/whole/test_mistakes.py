@@ -24,7 +24,7 @@ LINES = {
     "train --num_generations 1": "num_generations must be at least 2, got 1",
     "train --max_num_seqs 4": "max_num_seqs=4 .* num_generations=8",
     "train --task gsm9k": "task .*'gsm9k'",
-    "train --dataset_name x.jsonl": "arithmetic makes its own data",
+    "train --environment my_tools:Guess": "arithmetic makes its own data",
     "train --config no.yaml": "no.yaml",
     f"train {RUN} --model_name_or_path {{model}} --output_dir {{rows}}/x": "output_dir",
     f"train {RUN} --model_name_or_path ./no/such": "no such model folder: ./no/such",
