@@ -14,7 +14,7 @@ import contextlib
 import importlib
 import json
 import os
-import resource
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -242,8 +242,10 @@ def serve(function: str, device: str, options: dict[str, Any]) -> None:
         except Exception as error:
             answer(error=_line_of(error))
             continue
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KiB on Linux
-        answer(measured=measured, value=value if isinstance(value, dict) else None, resident=resident)
+        # ru_maxrss would be at least the parent's when it started this process.
+        told = status.read_text() if (status := Path("/proc/self/status")).exists() else ""
+        (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", told) or [0]
+        answer(measured=measured, value=value if isinstance(value, dict) else None, resident=int(peak) * 1024)
 
 
 if __name__ == "__main__":

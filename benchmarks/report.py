@@ -101,7 +101,7 @@ def summary(found: dict[str, list[dict]]) -> str:
         rows = [row for row in found.get(benchmark, []) if row.get("case") == case and _timed(row)]
         ours = [row for row in rows if row["variant"].startswith(MINE) and "forward only" not in row["variant"]]
         for other in (row for row in rows if row["variant"] == peer):
-            same = [row for row in ours if all(row.get(key) == other.get(key) for key in ("n", "d", "v"))]
+            same = [row for row in ours if all(row.get(key) == other.get(key) for key in ("model", "n", "d", "v"))]
             mine = min(same, key=lambda row: row["ms_p50"])
             cells = [
                 ", ".join(_quantity(key, row[key]) for key in ("ms_p50", "peak_mib") if row.get(key))

@@ -297,8 +297,8 @@ class _Planner:
         for tokens in sizes:
             for recomputed in counts:
                 made.append(self._planned([*parts, *self._head(tokens)], tokens, recomputed))
-                if made[-1].ample and made[-1].lanes == self.most:
-                    break  # to recompute more layers only takes more time
+                if made[-1].ample and made[-1].cost == self._cost(tokens, recomputed, self.most, self.merged > 0):
+                    break  # all completions draw at once, with merged adapters: more recomputation only takes time
         best = min(made, key=lambda plan: (not plan.ample, plan.cost if plan.ample else plan.needed))
         if not why and not best.ample:
             why = "this needs the least memory"
@@ -306,7 +306,9 @@ class _Planner:
             why = "all activations fit"
         elif not why:
             problem = f"need {gib(made[0].needed)}"
-            if made[0].ample:
+            if made[0].ample and made[0].lanes == self.most:
+                problem = "leave no room for merged adapters"
+            elif made[0].ample:
                 problem = f"draw only {made[0].lanes:,} of {self.most:,} completions at the same time"
             why = f"the cheapest that fits: {sizes[0]:,} tokens without it {problem}"
         return dataclasses.replace(best, why=why)
@@ -335,7 +337,7 @@ class _Planner:
 
     def _merged_bytes(self):
         """Return the bytes of copies with merged adapters, or 0 if the rollouts cannot use them."""
-        fast = self.device.type == "cuda" and self.config.rollout_backend in ("auto", "fast", "eager")
+        fast = self.device.type == "cuda" and HAS_TRITON and self.config.rollout_backend in ("auto", "fast", "eager")
         policy = Policy.of(self.model) if fast and self.count.adapters and self.grpo else None
         if policy is None or obstacle(policy):
             return 0
