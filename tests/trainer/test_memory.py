@@ -221,8 +221,7 @@ def test_the_cheapest_micro_batch_and_recomputation_that_fit_are_chosen(name, gi
     assert made.fits and made.tokens == tokens and made.recomputed in recomputed, made.rows()
     assert f"{tokens:,} tokens of a micro-batch" in dict(made.rows())["gradient checkpointing"]
     if tokens < 16384:
-        first = settings.get("max_tokens_per_microbatch", 16384)
-        assert f"the cheapest that fits: {first:,} tokens without it" in made.why
+        assert f"fits: {settings.get('max_tokens_per_microbatch', 16384):,} tokens without it" in made.why
     assert ("merged adapters" in dict(made.rows())) == (name == "7B, LoRA")
     assert made.why.endswith("leave no room for merged adapters") == (name == "7B, LoRA")
 
