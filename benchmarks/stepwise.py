@@ -17,11 +17,13 @@ class Stepwise(TrainerCallback):
 
     def __init__(self):
         self.go, self.done, self.error = threading.Semaphore(0), threading.Semaphore(0), None
+        self.ready = threading.Event()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Wait for the next call."""
+        self.ready.set()
         self.go.acquire()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -29,16 +31,18 @@ class Stepwise(TrainerCallback):
         self.done.release()
 
     def start(self, trainer: Any) -> None:
-        """Start the training, which waits for the first call. This object must be a callback of the trainer."""
+        """Start the training, and return when it waits for the first call. This object must be its callback."""
 
         def train() -> None:
             try:
                 trainer.train()
             except BaseException as error:
                 self.error = error
+                self.ready.set()
                 self.done.release()
 
         threading.Thread(target=train, daemon=True).start()
+        self.ready.wait()
 
     def __call__(self) -> None:
         self.go.release()
