@@ -6,8 +6,7 @@
 prompt through `members`, for one split of the prompt's keys. So the prompt's keys and values are read once for all its
 lanes, by matrix products. Over the lanes, one program takes the queries of one lane that share a key head, and a split
 of the lane's own keys. Both write a normalized partial output o_s and its log-sum-exp l_s (base 2, scale included).
-One launch for both lets them run side by side: alone, each would leave most of the GPU idle. Then `_merge_fwd_kernel`
-merges the partial outputs of a lane in fixed order.
+One launch runs both kinds. Then `_merge_fwd_kernel` merges the partial outputs of a lane in fixed order.
 
 A lane is one completion in flight. A slot is the memory for the keys and values of a lane or a prompt.
 

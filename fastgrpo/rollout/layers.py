@@ -187,7 +187,7 @@ class Layers:
     def difference(
         self, policy: Policy, input_ids: torch.Tensor, position_ids: torch.Tensor, context: Context
     ) -> str | None:
-        """Compare the hidden states with those of transformers' layers. Return the difference as text, or None."""
+        """Return how the hidden states differ from those of transformers' layers, as text; None if they agree."""
         with torch.inference_mode():
             expected = policy.states(input_ids, position_ids, context).float()
             found = self.states(input_ids, position_ids, context).float()
