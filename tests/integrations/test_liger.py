@@ -14,21 +14,7 @@ from liger_kernel.transformers.grpo_loss import triton_grpo_loss as their_functi
 from paths import ROOT
 
 from benchmarks import liger_cases
-from benchmarks.liger_cases import (
-    CASES,
-    CLOSE,
-    FULL,
-    RAGGED,
-    TEMPERATURE,
-    batch,
-    function_knobs,
-    gap,
-    is_right,
-    logits_of,
-    run_class,
-    run_function,
-    truth,
-)
+from benchmarks.liger_cases import CASES, CLOSE, batch, gap, logits_of, run_class, run_function, truth
 from fastgrpo import Objective
 from fastgrpo.integrations import liger
 from fastgrpo.integrations.liger import LigerFusedLinearGRPOLoss, step_tokens, triton_grpo_loss
@@ -58,8 +44,8 @@ def test_every_loss_equals_the_reference_and_liger_where_liger_is_right(name):
     true = truth(p, knobs)
     assert gap(run_class(LigerFusedLinearGRPOLoss, p, knobs), true) <= CLOSE
     assert gap(run_function(triton_grpo_loss, p, knobs), true) <= CLOSE
-    for lengths in (FULL, RAGGED):
-        if is_right(name, lengths):
+    for lengths in (liger_cases.FULL, liger_cases.RAGGED):
+        if liger_cases.is_right(name, lengths):
             p = batch(lengths, **options)
             ours, theirs = (run_class(kind, p, knobs) for kind in (LigerFusedLinearGRPOLoss, TheirClass))
             assert gap(ours, theirs) <= CLOSE
@@ -68,8 +54,8 @@ def test_every_loss_equals_the_reference_and_liger_where_liger_is_right(name):
 def arguments(p, knobs, **more):
     return {
         "old_logp": p.old_logps, "ref_logp": p.ref_logps if knobs.get("beta") else None, "completion_ids": p.ids,
-        "advantages": p.advantages, "completion_mask": p.mask, "temperature": TEMPERATURE, "vllm_is_ratio": p.ratio,
-        **function_knobs(knobs), **more,
+        "advantages": p.advantages, "completion_mask": p.mask, "temperature": liger_cases.TEMPERATURE,
+        "vllm_is_ratio": p.ratio, **liger_cases.function_knobs(knobs), **more,
     }  # fmt: skip
 
 
@@ -112,7 +98,7 @@ def test_accepts_hidden_states_of_the_reference(use_ref_model):
     results = []
     for kind in (TheirClass, LigerFusedLinearGRPOLoss):
         hidden = p.hidden.clone().requires_grad_()
-        loss_of = kind(compiled=False, temperature=TEMPERATURE, use_ref_model=use_ref_model, beta=0.2)
+        loss_of = kind(compiled=False, temperature=liger_cases.TEMPERATURE, use_ref_model=use_ref_model, beta=0.2)
         loss, metrics = loss_of(hidden, p.weight, p.ids, p.mask, p.advantages, p.bias, **states)
         loss.backward()
         assert isinstance(metrics, tuple) and all(m.shape == () and m.dtype == torch.float32 for m in (loss, *metrics))

@@ -7,20 +7,10 @@ import pytest
 import tiny
 import torch
 import trl
+import trl_pairs
 from peft import LoraConfig, PromptTuningConfig, TaskType
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-from trl_pairs import (
-    MICRO,
-    SECOND,
-    assert_same_gradients,
-    assert_same_metrics,
-    gradients,
-    make_inputs,
-    micro_batches,
-    pair,
-    trainer,
-    weights,
-)
+from trl_pairs import MICRO, SECOND, assert_same_gradients, gradients, make_inputs, pair, trainer, weights
 from updates import make_update
 
 from fastgrpo.data.records import Sample
@@ -144,9 +134,9 @@ def test_an_evaluation_has_the_loss_and_the_metrics_of_trl(path, tmp_path, name)
     for one in (both.theirs, both.ours):
         one.model.eval()
         with torch.no_grad():
-            losses.append([one.compute_loss(one.model, batch) for batch in micro_batches(inputs)])
+            losses.append([one.compute_loss(one.model, batch) for batch in trl_pairs.micro_batches(inputs)])
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
-    assert_same_metrics(both.theirs, both.ours, "eval")
+    trl_pairs.assert_same_metrics(both.theirs, both.ours, "eval")
 
 
 @pytest.mark.parametrize("name", TYPES)

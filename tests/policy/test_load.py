@@ -8,19 +8,11 @@ import torch
 
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.records import Prompt
+from fastgrpo.policy import load
 from fastgrpo.policy.characters import character_model
 from fastgrpo.policy.device import cast, choose_device, choose_dtype, package_obstacle
 from fastgrpo.policy.fit import check_rows, examples_of, prompts_of
-from fastgrpo.policy.load import (
-    check_vocabulary,
-    load_policy,
-    loading,
-    policy_and_tokenizer,
-    read_config,
-    read_json,
-    read_weights,
-    stop_token_ids,
-)
+from fastgrpo.policy.load import load_policy, policy_and_tokenizer, read_config, read_weights, stop_token_ids
 from fastgrpo.policy.model import Policy
 from fastgrpo.tools.prompts import Prompts
 
@@ -41,8 +33,8 @@ def test_a_completion_ends_at_the_tokenizers_token_and_at_the_configs(configured
 
 def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused():
     with pytest.raises(ValueError, match="258 tokens"):
-        check_vocabulary(Policy.of(tiny.model(vocab_size=64)), tiny.tokenizer())
-    check_vocabulary(Policy.of(tiny.model(vocab_size=258)), tiny.tokenizer())
+        load.check_vocabulary(Policy.of(tiny.model(vocab_size=64)), tiny.tokenizer())
+    load.check_vocabulary(Policy.of(tiny.model(vocab_size=258)), tiny.tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +97,7 @@ def test_configs_are_read_also_those_of_adapters_base(folder, tmp_path_factory, 
     adapters, base = tmp_path_factory.mktemp("adapters"), folder(**fields)
     (adapters / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
     assert read_config(base).num_hidden_layers == read_config(adapters).num_hidden_layers == 2
-    assert read_json(base, "generation_config.json") == {}  # there is none
+    assert load.read_json(base, "generation_config.json") == {}  # there is none
 
 
 def test_configs_choose_no_code(tmp_path):
@@ -117,7 +109,7 @@ def test_configs_choose_no_code(tmp_path):
     config = read_config(tmp_path)
     for part in (config, config.text_config, config.vision_config):
         assert part._attn_implementation is None and part._experts_implementation is None
-    with pytest.raises(ValueError, match="--trust_remote_code"), loading("org/name", "x"):
+    with pytest.raises(ValueError, match="--trust_remote_code"), load.loading("org/name", "x"):
         raise ValueError("pass trust_remote_code=True")
 
 

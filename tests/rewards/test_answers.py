@@ -14,18 +14,8 @@ import pytest
 from hypothesis import strategies as st
 from paths import ROOT
 
-from fastgrpo.rewards import symbolic
-from fastgrpo.rewards.answers import (
-    MAX_ANSWER_LENGTH,
-    MAX_TEXT_LENGTH,
-    answers_match,
-    completion_text,
-    extract_answer,
-    final_answer,
-    formula,
-    plain,
-    read_number,
-)
+from fastgrpo.rewards import answers, symbolic
+from fastgrpo.rewards.answers import answers_match, extract_answer, final_answer, read_number
 from fastgrpo.rewards.gsm8k import digits_reward, format_reward
 from fastgrpo.rewards.sandbox import program_of
 from fastgrpo.rewards.symbolic import same_values
@@ -34,7 +24,7 @@ with Path(__file__).with_name("answers.csv").open(newline="", encoding="utf-8") 
     EXAMPLES = list(csv.DictReader(file))
 READERS = {
     "number": lambda text, _: read_number(text), "match": answers_match, "values": same_values,
-    "plain": lambda text, _: plain(text), "formula": lambda text, _: formula(plain(text))[0],
+    "plain": lambda text, _: answers.plain(text), "formula": lambda text, _: answers.formula(answers.plain(text))[0],
     "format": lambda text, _: format_reward([], [text])[0],
     "digits": lambda text, reference: digits_reward([], [text], [reference])[0],
     "program": lambda text, _: program_of(text),
@@ -119,10 +109,10 @@ def test_an_expression_is_compared_by_its_value(value, step):
 def test_rejects_answers_beyond_the_limits():
     assert extract_answer(r"\boxed{\frac{3}{4} \text{ of \{a\}}} + {1}") == r"\frac{3}{4} \text{ of \{a\}}"
     # A marker is looked for at the end of a text, and a number at the end of an answer.
-    assert extract_answer("#### 7" + " " * (MAX_TEXT_LENGTH - 6)).strip() == "7"
-    assert extract_answer("#### 7" + " " * MAX_TEXT_LENGTH).strip() == ""
-    assert read_number("7" + "," * (MAX_ANSWER_LENGTH - 1)) == 7
-    assert read_number("7" + "," * MAX_ANSWER_LENGTH) is None
+    assert extract_answer("#### 7" + " " * (answers.MAX_TEXT_LENGTH - 6)).strip() == "7"
+    assert extract_answer("#### 7" + " " * answers.MAX_TEXT_LENGTH).strip() == ""
+    assert read_number("7" + "," * (answers.MAX_ANSWER_LENGTH - 1)) == 7
+    assert read_number("7" + "," * answers.MAX_ANSWER_LENGTH) is None
     # An answer that is too long to compare is wrong; with such a reference nothing can be compared.
     long = r"\boxed{" + r"\sqrt{2} + " * 50 + "1}"
     assert answers_match(long, r"2\sqrt{2}") is False and answers_match(r"2\sqrt{2}", long) is None
@@ -209,4 +199,4 @@ def test_completion_text():
     parts, tool = [{"type": "text", "text": "42"}, {"type": "image"}], {"role": "tool", "content": "7"}
     for contents, text in ((["41"], "41"), (["4", "2"], "4\n2"), ([parts], "42"), ([None], ""), ([], "")):
         messages = [{"role": "assistant", "content": content} for content in contents]
-        assert completion_text([*messages, tool]) == completion_text(text) == text
+        assert answers.completion_text([*messages, tool]) == answers.completion_text(text) == text

@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 from paths import DATA
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.rewards.gsm8k import (
-    LENGTH_PENALTY,
-    correctness,
-    digits_reward,
-    format_reward,
-    length_reward,
-    steps_reward,
-)
+from fastgrpo.rewards import gsm8k
+from fastgrpo.rewards.gsm8k import LENGTH_PENALTY, correctness, digits_reward, format_reward, length_reward
 from fastgrpo.rewards.overlong import make_soft_overlong_punishment, shaping
 
 GSM8K = os.environ.get("FASTGRPO_GSM8K")
@@ -49,7 +43,7 @@ def test_every_solution_scores_its_own_answer_and_no_other_one(paths, count):
     assert scores == [float(a == b) for a, b in zip(values, values[1:] + values[:1], strict=True)]
     assert scores.count(0.0) > 0.85 * count
 
-    assert sum(steps_reward(solutions, solutions)) >= 0.9 * count  # the others write calculations in words or variables
+    assert sum(gsm8k.steps_reward(solutions, solutions)) >= 0.9 * count  # the others use words or variables
 
 
 def test_each_calculation_that_can_be_read_must_be_right():
@@ -59,7 +53,7 @@ def test_each_calculation_that_can_be_read_must_be_right():
         "(8 - 2) ÷ 4 = 1.5, 1 = 2": 1, "48/2 = 24 and 24 + 48 = 71": 0, "2 – 1/2 = 3/2": 1, "1/0 = 1, 2 + 2 = 4": 1,
         "20% of 5 = 2, x + 3 = 5": 0, "The answer is 72": 0, "": 0,
     }  # fmt: skip
-    assert steps_reward([], [chat(text) for text in texts]) == list(texts.values())
+    assert gsm8k.steps_reward([], [chat(text) for text in texts]) == list(texts.values())
 
 
 def test_correctness():

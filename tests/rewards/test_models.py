@@ -3,14 +3,10 @@
 import pytest
 import tiny
 import torch
+import transformers
 from samples import answer
 from tokenizers import AddedToken
-from transformers import (
-    Qwen2ForSequenceClassification,
-    Qwen2ForTokenClassification,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-)
+from transformers import Qwen2ForSequenceClassification, RobertaConfig, RobertaForSequenceClassification
 
 from fastgrpo import GRPOConfig
 from fastgrpo.data.records import Prompt
@@ -31,7 +27,7 @@ def classifier(labels=1, seed=0, kind=Qwen2ForSequenceClassification, **changes)
 
 
 def labelled(labels=2, **changes):
-    return classifier(labels, kind=Qwen2ForTokenClassification, **changes)
+    return classifier(labels, kind=transformers.Qwen2ForTokenClassification, **changes)
 
 
 def causal(seed=0, **changes):
