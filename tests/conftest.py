@@ -53,6 +53,14 @@ def nan_in_uninitialised_memory(request):
     torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """The folder of a tiny model, which tests read or copy."""
+    import tiny  # pytest reads this file where there is no transformers too
+
+    return tiny.save(tmp_path_factory.mktemp("saved") / "model")
+
+
 @pytest.fixture
 def without_curves(monkeypatch):
     """Runs that draw no picture at their end: matplotlib takes longer than eight steps of a tiny model."""

@@ -4,7 +4,6 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-import tiny
 import torch
 import trl
 import trl_pairs
@@ -64,15 +63,10 @@ for i, (kind, knobs) in enumerate(TYPES.items()):
     CASES[f"{kind}-sequence-{mask}-{mode}"] = {**knobs, **masks, **modes, **level}
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("model"))
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_losses_and_metrics_are_those_of_trl(path, tmp_path, name):
+def test_gradients_losses_and_metrics_are_those_of_trl(saved, tmp_path, name):
     """Every second case has tool tokens, which are masked."""
-    both = pair(path, tmp_path, **CASES[name])
+    both = pair(saved, tmp_path, **CASES[name])
     assert_same_gradients(both, make_inputs(both.theirs, tools=list(CASES).index(name) % 2 == 1))
 
 
@@ -83,8 +77,8 @@ def test_gradients_losses_and_metrics_are_those_of_trl(path, tmp_path, name):
         {"loss_type": "grpo", "beta": 0.3, "entropy_coef": 0.1},
     ],
 )
-def test_the_held_out_loss_of_our_trainer_is_trls(path, tmp_path, knobs):
-    theirs = trainer(trl.GRPOTrainer, path, tmp_path, **knobs)
+def test_the_held_out_loss_of_our_trainer_is_trls(saved, tmp_path, knobs):
+    theirs = trainer(trl.GRPOTrainer, saved, tmp_path, **knobs)
     model = theirs.model.eval()
     update = make_update(Policy.of(model), Objective(**knobs), temperature=theirs.temperature)
     with torch.no_grad():  # away from the reference
@@ -104,9 +98,9 @@ def test_the_held_out_loss_of_our_trainer_is_trls(path, tmp_path, knobs):
 
 @pytest.mark.parametrize("head", [False, True], ids=["lora", "lora and head"])
 @pytest.mark.parametrize("name", ["dapo", "grpo-sequence-kl"])
-def test_trains_adapters_like_trl(path, tmp_path, name, head):
+def test_trains_adapters_like_trl(saved, tmp_path, name, head):
     """A frozen head has no gradient. Of a head that is trained, peft has a copy; the reference has the original."""
-    both = pair(path, tmp_path, peft_config=LORA_AND_HEAD if head else LORA, **CASES[name])
+    both = pair(saved, tmp_path, peft_config=LORA_AND_HEAD if head else LORA, **CASES[name])
     both.ours.model.load_state_dict(both.theirs.model.state_dict())
     layer = both.ours.model.get_output_embeddings()
     assert_same_gradients(both, make_inputs(both.theirs))
@@ -127,8 +121,8 @@ def test_a_mixture_of_experts_keeps_its_auxiliary_loss(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["dapo", "luspo", "bonus"])
-def test_an_evaluation_has_the_loss_and_the_metrics_of_trl(path, tmp_path, name):
-    both = pair(path, tmp_path, **CASES[name])
+def test_an_evaluation_has_the_loss_and_the_metrics_of_trl(saved, tmp_path, name):
+    both = pair(saved, tmp_path, **CASES[name])
     inputs = make_inputs(both.theirs)
     losses = []
     for one in (both.theirs, both.ours):
@@ -140,10 +134,10 @@ def test_an_evaluation_has_the_loss_and_the_metrics_of_trl(path, tmp_path, name)
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_several_processes_scale_the_loss_as_trl_does(path, tmp_path, monkeypatch, name):
+def test_several_processes_scale_the_loss_as_trl_does(saved, tmp_path, monkeypatch, name):
     """Here without old log-probs, and with advantages of tokens, which subclasses of TRL's trainer may give."""
     monkeypatch.setattr("accelerate.Accelerator.num_processes", 4)
-    both = pair(path, tmp_path, **CASES[name])
+    both = pair(saved, tmp_path, **CASES[name])
     inputs = make_inputs(both.theirs, old=False)
     inputs["advantages"] = inputs["advantages"][:, None] * torch.linspace(-1, 2, 6)
     (theirs, _), (ours, _) = gradients(both.theirs, inputs), gradients(both.ours, inputs)
@@ -155,9 +149,9 @@ def test_several_processes_scale_the_loss_as_trl_does(path, tmp_path, monkeypatc
     [("dapo", slice(None)), ("bonus", slice(MICRO)), ("grpo-sequence-kl", SECOND),
      ("grpo-entropy-token_truncate-kl", slice(MICRO))],
 )  # fmt: skip
-def test_micro_batches_without_a_token_that_counts(path, tmp_path, name, masked):
+def test_micro_batches_without_a_token_that_counts(saved, tmp_path, name, masked):
     """For example, mask_truncated_completions masks all completions."""
-    both = pair(path, tmp_path, **CASES[name])
+    both = pair(saved, tmp_path, **CASES[name])
     inputs = make_inputs(both.theirs)
     inputs["completion_mask"][masked] = 0
     inputs["num_items_in_batch"] = 2 * inputs["completion_mask"].sum()
@@ -165,14 +159,14 @@ def test_micro_batches_without_a_token_that_counts(path, tmp_path, name, masked)
     assert theirs.any() == (masked != slice(None))
 
 
-def test_patches_an_existing_trainer(path, tmp_path):
+def test_patches_an_existing_trainer(saved, tmp_path):
     class Theirs(trl.GRPOTrainer):
         def log(self, *args, **kwargs):
             return super().log(*args, **kwargs)
 
-    theirs = trainer(trl.GRPOTrainer, path, tmp_path)
+    theirs = trainer(trl.GRPOTrainer, saved, tmp_path)
     for kind in (trl.GRPOTrainer, Theirs):
-        one = trainer(kind, path, tmp_path)
+        one = trainer(kind, saved, tmp_path)
         assert patch(one) is one and isinstance(one, FusedGRPOTrainer) and isinstance(one, kind)
         assert patch(one) is one
         with pytest.raises(ValueError, match="patched already"):
@@ -182,21 +176,21 @@ def test_patches_an_existing_trainer(path, tmp_path):
     assert type(one).__name__ == "FusedTheirs"
 
 
-def test_backward_tolerance_changes_only_gradients(path, tmp_path):
-    both = pair(path, tmp_path)
+def test_backward_tolerance_changes_only_gradients(saved, tmp_path):
+    both = pair(saved, tmp_path)
     patch(both.theirs, backward_tolerance=0.9)
     inputs = make_inputs(both.ours)
     (rough, losses), (exact, own_losses) = gradients(both.theirs, inputs), gradients(both.ours, inputs)
     torch.testing.assert_close(losses, own_losses, rtol=0, atol=0)
     assert 0 < (rough - exact).norm() < exact.norm()
     with pytest.raises(ValueError, match=r"=0.1 bounds .* entropy_coef=0.3 has a gradient"):
-        patch(trainer(trl.GRPOTrainer, path, tmp_path, entropy_coef=0.3), backward_tolerance=0.1)
+        patch(trainer(trl.GRPOTrainer, saved, tmp_path, entropy_coef=0.3), backward_tolerance=0.1)
 
 
 @pytest.mark.parametrize("method", ["_compute_loss", "get_gamma_weights", "replaced"])
-def test_a_trainer_that_computes_its_loss_itself_is_refused(path, tmp_path, method):
+def test_a_trainer_that_computes_its_loss_itself_is_refused(saved, tmp_path, method):
     kind = type("Theirs", (trl.GRPOTrainer,), {method: lambda self, *args: 0})
-    one = trainer(kind, path, tmp_path, loss_type="vespo")
+    one = trainer(kind, saved, tmp_path, loss_type="vespo")
     if method == "replaced":
         one._compute_loss = lambda model, inputs: 0
     with pytest.raises(ValueError, match=method if method in vars(trl.GRPOTrainer) else "_compute_loss"):
@@ -207,14 +201,14 @@ def test_a_trainer_that_computes_its_loss_itself_is_refused(path, tmp_path, meth
     {"torch_compile": True}, {"loss_type": "ppo"}, {"delta": -1.0},
     {"peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)},
 ], ids=lambda settings: min(settings))  # fmt: skip
-def test_rejects_unsupported_settings_by_name(path, tmp_path, settings):
+def test_rejects_unsupported_settings_by_name(saved, tmp_path, settings):
     with pytest.raises(ValueError, match=min(settings)):
-        trainer(FusedGRPOTrainer, path, tmp_path, **settings)
+        trainer(FusedGRPOTrainer, saved, tmp_path, **settings)
 
 
-def test_settings_that_change_in_a_run_change_the_gradient(path, tmp_path):
+def test_settings_that_change_in_a_run_change_the_gradient(saved, tmp_path):
     """As a callback does that lowers the KL step by step."""
-    trls = pair(path, tmp_path, beta=0.3, num_iterations=2, **SEQUENCE)
+    trls = pair(saved, tmp_path, beta=0.3, num_iterations=2, **SEQUENCE)
     inputs = make_inputs(trls.theirs)
     assert_same_gradients(trls, inputs)
     for one in (trls.theirs, trls.ours):
@@ -223,9 +217,9 @@ def test_settings_that_change_in_a_run_change_the_gradient(path, tmp_path):
 
 
 @pytest.mark.parametrize("when", ["first", "later"])
-def test_detects_another_loss_formula_in_trl(path, tmp_path, monkeypatch, when):
+def test_detects_another_loss_formula_in_trl(saved, tmp_path, monkeypatch, when):
     """A later version of TRL may add a term, or clip otherwise: at first every ratio is 1, and no clipping shows."""
-    one = trainer(FusedGRPOTrainer, path, tmp_path, loss_type="grpo")
+    one = trainer(FusedGRPOTrainer, saved, tmp_path, loss_type="grpo")
     if when == "first":
         theirs = trl.GRPOTrainer._compute_loss
         monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", lambda *args: theirs(*args) + 0.01)
@@ -246,12 +240,12 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_run_equals_trls_run(path, tmp_path, name):
+def test_a_run_equals_trls_run(saved, tmp_path, name):
     """Rollouts, rewards and all: the same completions are drawn, and the weights end where TRL's do."""
     ends, logs = [], []
     for kind in (trl.GRPOTrainer, FusedGRPOTrainer):
         one = trainer(
-            kind, path, tmp_path / kind.__name__, max_steps=2, learning_rate=1e-3, logging_steps=1,
+            kind, saved, tmp_path / kind.__name__, max_steps=2, learning_rate=1e-3, logging_steps=1,
             max_completion_length=8, max_grad_norm=0.0, optim="sgd", **VARIANTS[name],
         )  # fmt: skip
         start = weights(one)

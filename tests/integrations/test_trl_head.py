@@ -25,10 +25,7 @@ def make_model(name):
     family, changes = HEADS[name]
     torch.manual_seed(0)
     made = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**SMALL, **changes))
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))  # biases too
-    return made.eval()
+    return tiny.stir(made, std=0.1).eval()  # biases too
 
 
 def batch():

@@ -37,11 +37,6 @@ def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused():
     load.check_vocabulary(Policy.of(tiny.model(vocab_size=258)), tiny.tokenizer())
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("load") / "model")
-
-
 def test_a_folder_gives_the_policy_and_its_tokenizer(saved):
     policy, tokenizer = load_policy(saved, dtype="bfloat16", device="cpu", gradient_checkpointing=True)
     assert policy.dtype == torch.bfloat16 and policy.module.is_gradient_checkpointing

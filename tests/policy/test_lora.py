@@ -25,18 +25,9 @@ ALL = ("all-linear",)
 IDS = torch.tensor([[5, 9, 2, 33, 17, 8, 60]])
 
 
-def fill(model, seed=1, scale=0.2):
-    """Make the adapters do something: fresh ones have B = 0."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_B" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-    return model
-
-
 def with_adapters(name="qwen2", seed=1, **changes):
-    return fill(add_lora(tiny.model(name, **changes), r=4, target_modules=ALL), seed)
+    """Adapters that do something: fresh ones have B = 0."""
+    return tiny.stir(add_lora(tiny.model(name, **changes), r=4, target_modules=ALL), ".lora_B", seed=seed)
 
 
 def vowels(completions, **_):
@@ -180,7 +171,7 @@ def test_a_wrapper_gives_its_model_and_settings():
     assert settings["lora_target_modules"] == ("q_proj",)
     assert base_weights(model).keys() == tiny.model().state_dict().keys()
     assert lora.taken_over(wrapper) is wrapper and model._hf_peft_config_loaded
-    fill(model)  # adapters that have learned something are no reference
+    tiny.stir(model, ".lora_B")  # adapters that have learned something are no reference
     assert unwrapped(wrapper, moved=True)[0] is model
     with pytest.raises(ValueError, match="beta"):
         unwrapped(wrapper, moved=False)

@@ -26,9 +26,7 @@ def wide(**changes):
 
 def with_adapters():
     pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
-    model = add_lora(tiny.model())
-    torch.nn.init.normal_(model.get_parameter("model.layers.0.self_attn.q_proj.lora_B.default.weight"))
-    return model
+    return tiny.stir(add_lora(tiny.model()), "lora_B")
 
 
 @pytest.fixture(params=sorted(PACKAGES))

@@ -54,11 +54,7 @@ def model(name="qwen2", dtype=torch.float32, lora=False, **changes):
     made = tiny.model(name, **{"max_position_embeddings": 512, **changes}).to(dtype)
     if lora:
         add_lora(made, r=4, target_modules=["q_proj", "down_proj"])
-        generator = torch.Generator().manual_seed(2)
-        with torch.no_grad():  # B = 0 would hide the gradient of A
-            for weight_name, weight in made.named_parameters():
-                if ADAPTER in weight_name:
-                    weight.copy_(0.1 * torch.randn(weight.shape, generator=generator))
+        tiny.stir(made, ADAPTER, std=0.1)  # B = 0 would hide the gradient of A
     return made
 
 

@@ -94,9 +94,7 @@ def test_graphs_follow_weights_filters_and_geometry():
 
     for n, sampling in ((8, drawn), (1, greedy), (8, drawn), (8, greedy)):
         check(n, sampling)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
+    tiny.stir(model, std=0.02)
     check(8, greedy)
     for parameter in model.parameters():
         parameter.data = parameter.data * 1.05

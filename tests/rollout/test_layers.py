@@ -23,11 +23,7 @@ CPU = torch.device("cpu")
 def with_adapters(name="qwen2", dtype=torch.float32):
     """A policy with random biases and adapters."""
     model = add_lora(tiny.model(name), r=2, alpha=4, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "bias" in parameter_name or "lora_B" in parameter_name:
-                parameter.normal_(generator=torch.Generator().manual_seed(len(parameter_name)), std=0.1)
-    return Policy.of(model.to(dtype))
+    return Policy.of(tiny.stir(model, "bias", "lora_B", std=0.1).to(dtype))
 
 
 def shared(policy):

@@ -36,11 +36,7 @@ def computed(policy, packed):
 
 def with_biases_and_adapters():
     model = add_lora(tiny.model("qwen2"), r=2, target_modules=["q_proj", "up_proj"])  # its projections have biases
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "bias" in name or "lora_B" in name:
-                parameter.normal_(generator=torch.Generator().manual_seed(len(name)), std=0.3)
-    return model
+    return tiny.stir(model, "bias", "lora_B", std=0.3)
 
 
 @needs_packing
@@ -88,6 +84,4 @@ def test_a_rollout_packs_the_weights_as_they_are_and_frees_them():
         drawn = engine.generate(PROMPTS, 2, LONG)
         fresh = RolloutEngine(copy.deepcopy(model)).generate(PROMPTS, 2, LONG)
         assert ids_of(drawn) == ids_of(fresh)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.3)
+        tiny.stir(model, std=0.3)

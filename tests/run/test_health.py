@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from runs import lines, make_trainer
+from updates import rising
 
 from fastgrpo import GRPOConfig
 from fastgrpo.run.health import CHECKS, Watch
@@ -111,10 +112,6 @@ def test_skipping_an_update_causes_no_sync():
 
 
 ROWS = [{"prompt": "ab"}, {"prompt": "c"}]
-
-
-def rising(completions, **_):
-    return [float(i) for i in range(len(completions))]
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, capsys):

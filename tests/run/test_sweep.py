@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -121,8 +120,7 @@ def test_a_signal_stops_the_runs(make, tmp_path, capsys):
     """The run that has begun is asked to save, and no other one is started."""
 
     def stop_once_it_runs():
-        while not (tmp_path / "sweep" / RUNS[0] / "metrics.jsonl").exists():
-            time.sleep(0.01)
+        awaited((tmp_path / "sweep" / RUNS[0] / "metrics.jsonl").exists)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=stop_once_it_runs, daemon=True).start()

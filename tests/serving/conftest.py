@@ -1,9 +1,8 @@
 """A server with a random model, shared by the tests of a module."""
 
-import time
-
 import pytest
 import tiny
+from processes import awaited
 from server import TOOL_TEMPLATE, start
 
 
@@ -20,7 +19,4 @@ def server():
 def free(server):
     """After the test, no lane is in use."""
     yield
-    end = time.monotonic() + 20
-    while server.engine.running or server.engine.unfinished or server.scheduler.open:
-        assert time.monotonic() < end, "a lane is still in use"
-        time.sleep(0.02)
+    awaited(lambda: not (server.engine.running or server.engine.unfinished or server.scheduler.open))

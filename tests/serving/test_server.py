@@ -9,6 +9,7 @@ import httpx
 import pytest
 import tiny
 import torch
+from processes import awaited
 from server import start
 
 from fastgrpo.rollout.engine import RolloutEngine
@@ -46,13 +47,6 @@ def stream(server):
         return [json.loads(line) for line in lines]
 
     return send
-
-
-def wait_until(condition):
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def scripted(server, monkeypatch, text, size=3):
@@ -217,14 +211,14 @@ def test_a_client_that_leaves_frees_its_lanes(server, how):
     holder = socket.create_connection(server.client.base_url.netloc.decode().split(":"))
     if how == "waiting":  # behind a request with other sampling parameters
         send(holder, "/v1/completions", LONG)
-        wait_until(lambda: server.engine.running)
+        awaited(lambda: server.engine.running)
     leaver = socket.create_connection(server.client.base_url.netloc.decode().split(":"))
     body = LONG | {"stream": how == "stream", "n": 3, "temperature": 0.5, "stop": ["never"] if how == "stopped" else []}
     send(leaver, "/v1/completions", body)
-    wait_until(lambda: server.scheduler.open == 1 + (how == "waiting"))
-    wait_until(lambda: server.engine.running)
+    awaited(lambda: server.scheduler.open == 1 + (how == "waiting"))
+    awaited(lambda: server.engine.running)
     leaver.close()
-    wait_until(lambda: server.scheduler.open == (how == "waiting"))
+    awaited(lambda: server.scheduler.open == (how == "waiting"))
     holder.close()
 
 
@@ -244,7 +238,7 @@ def test_pause_modes(server, post):
         time.sleep(0.05)
         assert steps() == before  # the completion stands still
         assert client.post("/resume").status_code == 200
-        wait_until(lambda: steps() > before)
+        awaited(lambda: steps() > before)
         assert client.post("/pause?mode=abort").status_code == 200
         last = json.loads([line for line in lines if line][-2].removeprefix("data: "))
         assert last["choices"][0]["finish_reason"] == "abort"

@@ -201,7 +201,7 @@ def set_chunk(monkeypatch, rows):
 
 
 class Products(TorchDispatchMode):
-    """Records the products run inside it: shapes (n, k, m) in order, and pairs of operands' and output's dtype.
+    """Records the products run inside it: shapes (n, k, m), or (batch, n, k, m), and the operands' and output's dtype.
 
     `casts` counts by shape the tensors that were copied to a dtype with more bytes.
     """
@@ -216,7 +216,7 @@ class Products(TorchDispatchMode):
         name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
         if name in self.NAMES:
             left, right = [a for a in args if isinstance(a, torch.Tensor)][-2:]
-            self.shapes.append((left.shape[0], left.shape[1], right.shape[-1]))
+            self.shapes.append((*left.shape, right.shape[-1]))
             self.dtypes.add((left.dtype, result.dtype))
         elif name == "_to_copy" and result.itemsize > args[0].itemsize:
             self.casts[tuple(result.shape)] += 1

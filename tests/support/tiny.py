@@ -44,6 +44,16 @@ def model(name="qwen2", seed=0, gradient_checkpointing=False, **changes):
     return prepare(policy, gradient_checkpointing).module
 
 
+def stir(model, *parts, std=0.2, seed=0):
+    """Add random numbers to the parameters whose names have one of these parts, or to all."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not parts or any(part in name for part in parts):
+                parameter.add_((torch.randn(parameter.shape, generator=generator) * std).to(parameter))
+    return model
+
+
 def tokenizer(chat=False):
     """One token a byte, in the byte-level form that Qwen2's tokenizer has too; ids 0 and 1 are padding and end."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -22,11 +22,6 @@ from fastgrpo.run.profiling import STAGES
 pytestmark = pytest.mark.usefixtures("without_curves")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("model"))
-
-
 def planned(pattern):
     return [{"prompt": f"{i:02d}", "spread": character == "1"} for i, character in enumerate(pattern)]
 
@@ -35,9 +30,9 @@ def by_plan(completions, spread, **_):
     return [float(i % 2) if differs else 0.25 for i, differs in enumerate(spread)]
 
 
-def make_trainer(folder, tmp_path, pattern, reward=by_plan, **settings):
+def make_trainer(saved, tmp_path, pattern, reward=by_plan, **settings):
     defaults = {"lr_scheduler_type": "constant", "shuffle_dataset": False, "dynamic_sampling": 10}
-    given = {"model": str(folder), "learning_rate": 1e-2, **defaults, **settings}
+    given = {"model": str(saved), "learning_rate": 1e-2, **defaults, **settings}
     return runs.make_trainer(tmp_path, reward, planned(pattern), **given)
 
 
@@ -59,8 +54,8 @@ def rows_of(experience, trainer):
     return [int(trainer.tokenizer.decode(sample.prompt_ids)) for sample in first]
 
 
-def test_groups_without_spread_are_replaced(folder, tmp_path):
-    trainer = make_trainer(folder, tmp_path, "1001" + "01" + "1" + "1" * 7)
+def test_groups_without_spread_are_replaced(saved, tmp_path):
+    trainer = make_trainer(saved, tmp_path, "1001" + "01" + "1" + "1" * 7)
     values, experience = stepped(trainer)
     assert rows_of(experience, trainer) == [0, 3, 5, 6]
     assert values["dynamic_sampling/num_gen_batches"] == 3
@@ -80,19 +75,19 @@ def test_groups_without_spread_are_replaced(folder, tmp_path):
     assert values["dynamic_sampling/num_gen_batches"] == 1 and values["dynamic_sampling/dropped_groups"] == 0
 
 
-def test_the_scale_of_advantages_is_that_of_the_trained_groups(folder, tmp_path):
+def test_the_scale_of_advantages_is_that_of_the_trained_groups(saved, tmp_path):
     """Not that of each batch, which may have groups that the step does not train on."""
-    _, experience = stepped(make_trainer(folder, tmp_path, "1001" + "01" + "1" * 8, scale_rewards="batch"))
+    _, experience = stepped(make_trainer(saved, tmp_path, "1001" + "01" + "1" * 8, scale_rewards="batch"))
     size = 0.5 / (math.sqrt(16 * 0.25 / 15) + 1e-4)  # 16 rewards of 0 and 1
     assert [sample.advantage for sample in experience if sample.trained] == pytest.approx([-size, size] * 8, rel=1e-6)
 
 
-def test_a_group_is_dropped_if_only_masked_completions_have_advantages(folder, tmp_path):
+def test_a_group_is_dropped_if_only_masked_completions_have_advantages(saved, tmp_path):
     def reward(completions, prompts, completion_ids, **_):
         full = [prompt != "00" or len(ids) == 6 for prompt, ids in zip(prompts, completion_ids, strict=True)]
         return [float(i % 2) if given else None for i, given in enumerate(full)]
 
-    trainer = make_trainer(folder, tmp_path, "1" * 10, reward, mask_truncated_completions=True)
+    trainer = make_trainer(saved, tmp_path, "1" * 10, reward, mask_truncated_completions=True)
     stop_at(trainer, 6)
     values, experience = stepped(trainer)
     first = experience[:4]
@@ -100,8 +95,8 @@ def test_a_group_is_dropped_if_only_masked_completions_have_advantages(folder, t
     assert rows_of(experience, trainer) == [1, 2, 3, 4] and values["dynamic_sampling/dropped_groups"] == 1
 
 
-def test_the_bound_ends_a_step_and_dropped_groups_fill_up(folder, tmp_path):
-    trainer = make_trainer(folder, tmp_path, "0100" + "000" + "0" * 7, dynamic_sampling=2)
+def test_the_bound_ends_a_step_and_dropped_groups_fill_up(saved, tmp_path):
+    trainer = make_trainer(saved, tmp_path, "0100" + "000" + "0" * 7, dynamic_sampling=2)
     for rows, filled, moves in (([0, 1, 2, 3], 3, True), ([7, 8, 9, 10], 4, False)):
         before = [p.clone() for p in trainer.model.parameters()]
         values, experience = stepped(trainer)
@@ -112,8 +107,8 @@ def test_the_bound_ends_a_step_and_dropped_groups_fill_up(folder, tmp_path):
         assert any(not torch.equal(a, b) for a, b in pairs) == moves
 
 
-def test_every_batch_draws_from_a_seed_of_its_own(folder, tmp_path):
-    trainer = make_trainer(folder, tmp_path, "0" * 4, dynamic_sampling=3)
+def test_every_batch_draws_from_a_seed_of_its_own(saved, tmp_path):
+    trainer = make_trainer(saved, tmp_path, "0" * 4, dynamic_sampling=3)
     _, experience = stepped(trainer)
     drawn = [tuple(sample.ids) for sample in experience]  # three times the same four prompts
     assert len(drawn) == 48 and len(set(drawn)) == 48
@@ -123,11 +118,11 @@ def noisy(completions, spread, **_):
     return [r + random.random() * (r != 0.25) for r in by_plan(completions, spread)]
 
 
-def test_a_run_is_the_same_again_and_goes_on_where_it_stopped(folder, tmp_path):
+def test_a_run_is_the_same_again_and_goes_on_where_it_stopped(saved, tmp_path):
     settings = {"dynamic_sampling": 3, "oversampling_factor": 1.5, "soft_punish_cache": 2, "shuffle_dataset": True}
 
     def run(name, **changes):
-        trainer = make_trainer(folder, tmp_path / name, "1001011", noisy, save_steps=1, **settings, **changes)
+        trainer = make_trainer(saved, tmp_path / name, "1001011", noisy, save_steps=1, **settings, **changes)
         stop_at(trainer, 2)
         trainer.train()
         return tmp_path / name / "run"
@@ -162,12 +157,12 @@ def test_the_first_groups_to_finish_are_kept_as_they_would_have_been(seats):
     assert [rollout.ids for rollout in engine.generate(prompts, 3, sampling)] == [r.ids for r in rollouts]
 
 
-def test_soft_overlong_punishment_stands_beside_the_rewards(folder, tmp_path):
+def test_soft_overlong_punishment_stands_beside_the_rewards(saved, tmp_path):
     def nothing(completions, **_):
         return [None if i == 1 else 0.5 for i in range(len(completions))]
 
     weights = {"reward_weights": [2.0, 0.0], "dynamic_sampling": 0}
-    trainer = make_trainer(folder, tmp_path, "1111", [nothing, by_plan], soft_punish_cache=4, **weights)
+    trainer = make_trainer(saved, tmp_path, "1111", [nothing, by_plan], soft_punish_cache=4, **weights)
     stop_at(trainer, 3)
     values, experience = stepped(trainer)
     punished = [-max(len(sample.ids) - 2, 0) / 4 for sample in experience]
@@ -178,9 +173,9 @@ def test_soft_overlong_punishment_stands_beside_the_rewards(folder, tmp_path):
     assert values["accuracy"] == 0  # of the first function
 
 
-def test_all_of_it_at_once(folder, tmp_path):
+def test_all_of_it_at_once(saved, tmp_path):
     updates = {"updates_per_rollout": 2, "num_iterations": 2, "beta": 0.05, "mask_truncated_completions": True}
-    trainer = make_trainer(folder, tmp_path, "1001011", oversampling_factor=1.5, soft_punish_cache=3, **updates)
+    trainer = make_trainer(saved, tmp_path, "1001011", oversampling_factor=1.5, soft_punish_cache=3, **updates)
     stop_at(trainer, 6)
     updated, update = [], trainer.updates
     trainer.updates = lambda groups, with_entropy: updated.append(update(groups, with_entropy)) or updated[0]

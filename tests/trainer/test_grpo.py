@@ -34,10 +34,7 @@ def gradient_and_loss(max_tokens, loss_type, level, beta, drop=False, seed=0):
     """One GRPO update of a policy that has left its reference: gradients by name, and the metrics."""
     objective = Objective(loss_type, level, beta=beta, max_completion_length=9)
     update = make_update(Policy.of(tiny.model("llama").double()), objective, max_tokens=max_tokens, learning_rate=0.0)
-    model, generator = update.policy.module, torch.Generator().manual_seed(9)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    model = tiny.stir(update.policy.module, std=0.02)
     if drop:
         update.teaches = lambda sample: True
     seen = before_each_step(update, lambda: {name: p.grad.clone() for name, p in model.named_parameters()})

@@ -6,32 +6,14 @@ from collections import Counter
 import pytest
 import tiny
 import torch
+from oracle import Products
 from runs import make_trainer, samples_of
-from torch.utils._python_dispatch import TorchDispatchMode
 from updates import make_update, rising
 
 from fastgrpo.data.records import Batch, Sample
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
-
-aten = torch.ops.aten
-# Products with a weight are of two dimensions; those of three are attention's and the rotary embedding's.
-TWO_DIMENSIONS = {aten.mm.default: 0, aten.mm.out: 0, aten.addmm.default: 1, aten.addmm.out: 1, aten.addmm_.default: 1}
-
-
-class Products(TorchDispatchMode):
-    """Counts matrix products by their three sizes, in any order: a forward product and its two backward ones agree."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in TWO_DIMENSIONS:
-            a, b = args[TWO_DIMENSIONS[func] :][:2]
-            self.counts[tuple(sorted((*a.shape, b.shape[1])))] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def policy(checkpointing=False):
@@ -44,7 +26,8 @@ def counted(model, groups, beta=0.0, **settings):
     update = make_update(Policy(model), Objective(beta=beta), **settings)
     with Products() as products:
         update(groups)
-    return products.counts
+    # Products with a weight have three sizes, in the forward pass and in the backward one; attention's have a batch.
+    return Counter(tuple(sorted(shape)) for shape in products.shapes if len(shape) == 3)
 
 
 def sizes(samples):

@@ -58,11 +58,6 @@ def tiny_plan(model, dtype=torch.float32, **settings):
     return sizes(plan(config, model, dtype=dtype, device=CPU, prompt_tokens=10))
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("model"))
-
-
 @pytest.mark.parametrize(
     "architecture, dtype, lora",
     [("qwen3", torch.bfloat16, False), ("smollm3-like", torch.float32, False), ("qwen3", torch.bfloat16, True)],

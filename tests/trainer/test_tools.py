@@ -9,13 +9,12 @@ import pytest
 import tiny
 import torch
 from tool_runs import ENDS, ROWS, Counter, CountingBuilder, count, make_trainer
+from updates import before_each_step, make_update
 
 from fastgrpo.data.records import Prompt, Sample
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.model import Policy
 from fastgrpo.rewards.call import Judging, Rewards
-from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import GRPOUpdate, Learner
 
 
 @pytest.fixture(autouse=True)
@@ -47,17 +46,10 @@ def test_the_tokens_of_answers_are_attended_to_and_not_learned(share_prompt):
         Sample([8], [40, 41, 42, 43, 44], 0.7, tool_mask=[1, 0, 0, 0, 1]),
     ]
     policy, plain = Policy(tiny.model("llama")), tiny.model("llama")
-    optimizer = MasterAdamW(policy.module, learning_rate=1e-3)
-    schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
-    learner = Learner(policy, optimizer, schedule, max_grad_norm=0.0, max_tokens=1000, share_prompt=share_prompt)
-    found, step = [], optimizer.step
-
-    def noted(*arguments):
-        found.extend(master.grad.clone() for master in optimizer.masters)
-        return step(*arguments)
-
-    optimizer.step = noted
-    updated, _ = GRPOUpdate(policy, None, learner, Objective("dapo"), temperature=1.0)([samples[:3], samples[3:]])
+    update = make_update(policy, Objective("dapo"), max_tokens=1000, share_prompt=share_prompt)
+    masters = update.learner.optimizer.masters
+    found = before_each_step(update, lambda: [master.grad.clone() for master in masters])
+    updated, _ = update([samples[:3], samples[3:]])
     assert [len(sample.weights) for sample in updated] == [4, 3, 2, 2]
     total = 0.0
     for sample in samples:
@@ -67,7 +59,7 @@ def test_the_tokens_of_answers_are_attended_to_and_not_learned(share_prompt):
         mask = torch.tensor(sample.tool_mask or [1] * len(sample.ids))
         total = total - sample.advantage * (own * mask).sum() / 11
     total.backward()
-    for gradient, parameter in zip(found, plain.parameters(), strict=True):
+    for gradient, parameter in zip(*found, plain.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, atol=1e-6, rtol=1e-5)
 
 

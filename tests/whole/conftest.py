@@ -1,7 +1,6 @@
-"""A run that nothing stopped, for the tests of stopped ones, and a model folder, for the tests of mistakes."""
+"""A run that nothing stopped, for the tests of stopped ones."""
 
 import pytest
-import tiny
 from resumed import make_trainer
 
 
@@ -17,9 +16,3 @@ def whole(tmp_path_factory):
         return made[dtype]
 
     return make
-
-
-@pytest.fixture(scope="session")
-def saved(tmp_path_factory):
-    """A model folder, which tests of mistakes copy and spoil."""
-    return tiny.save(tmp_path_factory.mktemp("saved") / "model")

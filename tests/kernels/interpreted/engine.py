@@ -92,10 +92,7 @@ def test_fused_layers_draw_what_transformers_draws(name, share, planted, monkeyp
     if share is not None:
         add_lora(model, r=2, alpha=4, target_modules=["q_proj", "up_proj", "down_proj"])
         monkeypatch.setattr(weights_module, "MERGED_SHARE", share)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if "bias" in key or "norm" in key or "lora_B" in key:
-                parameter.add_(torch.randn(parameter.shape) * 0.2)
+    tiny.stir(model, "bias", "norm", "lora_B")
     how = {"do_sample": False, "max_new_tokens": count, "eos_token_id": None, "pad_token_id": 0}
     prompt = PROMPTS[0]
     ids = model.generate(torch.tensor([prompt]), **how)
