@@ -1,11 +1,15 @@
-"""Every objective against the reference in fp64, by all three losses."""
+"""The reference against numbers by hand, and every objective against the reference in fp64, by all three losses."""
 
+import ast
+import math
 from dataclasses import replace
 
+import oracle
 import pytest
 import torch
 from objective_cases import CASES, EVERY, SAMPLER_CASES
 from oracle import assert_close, padded_case, run, set_chunk, truth
+from paths import ROOT
 
 from fastgrpo import Objective, grpo_loss, linear_grpo_loss, logits_grpo_loss
 from fastgrpo.kernels import reference
@@ -88,3 +92,24 @@ def test_objective_by_record_and_by_name():
         run(case, linear_grpo_loss, objective=Objective(), beta=0.1)
     with pytest.raises(TypeError, match="epsilon_hihg"):
         run(case, linear_grpo_loss, epsilon_hihg=0.1)
+
+
+def test_the_reference_imports_nothing_of_what_it_checks():
+    tree = ast.walk(ast.parse((ROOT / "kernels" / "reference.py").read_text()))
+    imports = [node for node in tree if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert {getattr(node, "module", node.names[0].name) for node in imports} == {"math", "typing", "torch"}
+
+
+def test_log_probs_and_entropy_by_hand():
+    logps, entropy = reference.linear_logprob(*oracle.hand_case(), return_entropy=True)
+    assert logps.tolist() == pytest.approx([-math.log(2), -math.log(5)])
+    expected = [0.5 * math.log(2) + 0.5 * math.log(4), 0.4 * math.log(5) + 0.6 * math.log(5 / 3)]
+    assert entropy.tolist() == pytest.approx(expected)
+
+
+def test_softcap_by_hand():
+    """Two logits, 0 and 3: the cap 2 makes 0 and 2 tanh(1.5) of them."""
+    logps = reference.linear_logprob(
+        torch.ones(1, 1), torch.tensor([[0.0], [3.0]]), torch.tensor([0]), logit_softcap=2.0
+    )
+    assert logps.item() == pytest.approx(-math.log(1 + math.exp(2 * math.tanh(1.5))))

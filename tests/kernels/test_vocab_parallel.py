@@ -1,6 +1,6 @@
 """A head sharded by vocabulary rows over processes gives what one process gives, with its gradients.
 
-test_interpreted.py runs this file too, in a process with TRITON_INTERPRET=1: the Triton kernels then take the place of
+test_processes.py runs this file too, in a process with TRITON_INTERPRET=1: the Triton kernels then take the place of
 the path by chunks.
 """
 

@@ -1,4 +1,4 @@
-"""The public losses: numbers by hand, dtypes, and what they return."""
+"""The public losses and log-probs: numbers by hand, dtypes, shapes, and what they return."""
 
 import math
 from dataclasses import replace
@@ -9,6 +9,7 @@ from objective_cases import BOUNDS
 from oracle import assert_close, hand_case, make_case, padded_case, run, truth
 
 from fastgrpo import grpo_loss, linear_grpo_loss, linear_logprob
+from fastgrpo.kernels import reference
 
 
 def test_loss_gradient_and_metrics_by_hand():
@@ -111,3 +112,15 @@ def test_sampler_metrics_and_unknown_log_probs():
         assert_close(out.metrics[f"sampling/importance_sampling_ratio/{name}"], expected, 1e-12)
     assert_close(out.metrics["sampling/sampling_logp_difference/mean"], gap.abs().nanmean(), 1e-12)
     assert_close(out.metrics["sampling/sampling_logp_difference/max"], gap.abs().nan_to_num(0).max(), 1e-12)
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3), (2, 1, 3), ()], ids=str)
+def test_linear_logprob_takes_any_leading_shape(shape):
+    hidden, weight = torch.randn(*shape, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    targets, temperature = torch.randint(9, shape), torch.rand(shape) + 0.5
+    logps, entropy = linear_logprob(hidden, weight, targets, temperature=temperature, return_entropy=True)
+    (logps.sum() + entropy.sum()).backward()
+    assert logps.shape == entropy.shape == shape and hidden.grad.shape == hidden.shape
+    flat = (hidden.reshape(-1, 4), weight, targets.reshape(-1))
+    expected = reference.linear_logprob(*flat, temperature=temperature.reshape(-1))
+    torch.testing.assert_close(logps.reshape(-1), expected)

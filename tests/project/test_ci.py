@@ -1,4 +1,4 @@
-"""CI and the slow tests run everything they list, and fail where a part of them fails."""
+"""CI, the slow tests and the mutants run everything they list, and fail where a part of them fails."""
 
 import os
 import runpy
@@ -47,3 +47,19 @@ def test_slow_tests_go_on_past_a_part_that_fails_and_then_fail(monkeypatch, caps
     assert main(["site", "aot"]) == 1 and main(["aot"]) == 0 and main(["unknown"]) == 2
     out = capsys.readouterr().out
     assert "| site | FAILED (exit status 1) |" in out and out.count("| aot | passed |") == 2
+
+
+MUTANTS = yaml.safe_load((ROOT / "tests" / "mutants" / "mutants.yaml").read_text())
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant["name"])
+def test_mutant_can_be_planted(mutant):
+    assert mutant.keys() == {"name", "file", "old", "new", "why", "tests"}
+    assert [other["name"] for other in MUTANTS].count(mutant["name"]) == 1
+    text = (ROOT / mutant["file"]).read_text()
+    assert text.count(mutant["old"]) == 1, f"{mutant['old']!r} stands {text.count(mutant['old'])} times in the file"
+    assert mutant["old"] != mutant["new"] and mutant["why"] and mutant["tests"]
+    for test in mutant["tests"]:
+        path, *names = test.split("[")[0].split("::")
+        assert (ROOT / path).is_file(), f"{test}: no such file"
+        assert all(f" {name}" in (ROOT / path).read_text() for name in names), f"{test}: no such test"

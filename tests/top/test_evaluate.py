@@ -228,3 +228,13 @@ def test_two_processes_give_the_completions_and_the_table_of_one(tmp_path, capsy
     assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
     one, two = (re.findall(r"^\|(?! time).*", text, re.MULTILINE) for text in (table, told))
     assert two == one and told.count(": accuracy 0.") == 1 and not other
+
+
+def test_reports_progress_from_the_first_token_to_the_end():
+    """Its rate is known long before the first completion has ended, and greedy completions and draws fill it once."""
+    told, rows = [], [{"prompt": text} for text in ("ab", "cde", "f")]
+    engine = RolloutEngine(tiny.model(vocab_size=258), max_num_seqs=4)
+    rewards = Rewards([lambda completions, **_: [0.0] * len(completions)])
+    state, sampling = TrainerState(0, 0, 0.0, 6), SamplingParams(max_tokens=6, seed=0)
+    evaluate(engine, Prompts(tiny.tokenizer()), rows, rewards, sampling, state, told.append, 2)
+    assert sum(told) == pytest.approx(1) and 0 < told[0] < 0.2 and len(told) > 10

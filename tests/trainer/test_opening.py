@@ -1,9 +1,9 @@
-"""The folder of a run, and `train(resume_from_checkpoint=...)`."""
+"""The folder of a run, `train(resume_from_checkpoint=...)`, and several trainers in one process, as in a notebook."""
 
 import pytest
 import tiny
 from resumed import assert_same_run
-from runs import lines, make_trainer
+from runs import lines, make_trainer, share_of_a
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -45,3 +45,26 @@ def test_a_started_run_does_not_resume_another_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="this trainer has begun a run"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert made == {path.name for path in (tmp_path / "other").iterdir()} and len(made) > 3
+
+
+ENDED = "this trainer no longer holds output_dir .*resume_from_checkpoint='auto'"
+
+
+def test_two_trainers_in_one_process_cannot_share_a_folder(tmp_path):
+    settings = {"resume_from_checkpoint": "auto"}
+
+    def meddling(completions, **columns):
+        with pytest.raises(ValueError, match=r"in use by another trainer of this process; let its train\(\) end"):
+            make_trainer(tmp_path, overwrite_output_dir=True)
+        return share_of_a(completions)
+
+    first = make_trainer(tmp_path, **settings)
+    with pytest.raises(ValueError, match=r"in use by another trainer of this process; .* with trainer.log.close"):
+        make_trainer(tmp_path, **settings)
+    first.log.close()
+    second = make_trainer(tmp_path, meddling, **settings)
+    assert second.train()["steps"] == 2
+    for use in (first.train, first.step, second.train, second.step):
+        with pytest.raises(ValueError, match=ENDED):
+            use()
+    assert make_trainer(tmp_path, **settings, max_steps=3).train()["steps"] == 3

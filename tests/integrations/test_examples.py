@@ -1,8 +1,16 @@
-"""docs/examples/plain_loop.py: a whole run, and the inputs of the loss from its rollouts."""
+"""docs/examples/plain_loop.py, foods.py and reward_model.py: whole runs, and the inputs of the loss."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from paths import ROOT
+from runs import lines
 
 from docs.examples import plain_loop
 from fastgrpo.policy.characters import character_model
@@ -34,3 +42,17 @@ def test_masks_tokens_after_the_stop_token_and_ignores_prompt_padding(monkeypatc
     states = model.base_model(**inputs).last_hidden_state
     alone = model.base_model(torch.tensor([[a, a, stop]])).last_hidden_state
     torch.testing.assert_close(states[0, 2:5], alone[0])
+
+
+@pytest.mark.slow
+def test_grpo_raises_the_reward_of_a_model_trained_on_preferences(tmp_path):
+    page = (ROOT / "docs" / "recipes" / "reward-model.md").read_text()
+    commands = re.search(r"```bash\n(.*?)```", page, re.DOTALL)[1].replace("python docs", f"python {ROOT}/docs")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    command = ["bash", "-euc", commands]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    assert float(re.search(r"held-out pairs: (\S+)", done.stdout)[1]) > 0.9
+    first, *_, last = lines(tmp_path / "runs" / "preferred")
+    assert last["reward"] > first["reward"] + 0.8
+    assert last["rewards/rank/mean"] > first["rewards/rank/mean"] + 0.6
