@@ -234,9 +234,7 @@ def compiled(request):
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ORDINARY else [pytest.mark.slow]) for name in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in ORDINARY else pytest.mark.slow) for x in CASES])
 def test_machine_code_spills_nothing_and_costs_what_the_table_says(name, compiled):
     CASES[name].check(compiled[name].result())
     found = measure(*compiled[name].result())

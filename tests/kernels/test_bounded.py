@@ -66,9 +66,7 @@ def test_no_row_loses_more_than_the_tolerance(case, tau, dtype):
     torch.testing.assert_close(found.dz.double(), exact[:, columns], rtol=1e-4, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("size", "softcap", "level"), [(100, None, "token"), (20, 20.0, "token"), (20, None, "sequence")]
-)
+@pytest.mark.parametrize("size, softcap, level", [(100, None, "token"), (20, 20.0, "token"), (20, None, "sequence")])
 def test_the_loss_is_exact_and_its_gradient_errs_within_the_bound(size, softcap, level, monkeypatch):
     monkeypatch.setattr(head_torch, "chunk_rows", lambda *_: size)
     hidden, weight, targets = sharp()

@@ -109,7 +109,6 @@ def test_log_probs_and_entropy_by_hand():
 
 def test_softcap_by_hand():
     """Two logits, 0 and 3: the cap 2 makes 0 and 2 tanh(1.5) of them."""
-    logps = reference.linear_logprob(
-        torch.ones(1, 1), torch.tensor([[0.0], [3.0]]), torch.tensor([0]), logit_softcap=2.0
-    )
+    logits = torch.ones(1, 1), torch.tensor([[0.0], [3.0]])
+    logps = reference.linear_logprob(*logits, torch.tensor([0]), logit_softcap=2.0)
     assert logps.item() == pytest.approx(-math.log(1 + math.exp(2 * math.tanh(1.5))))

@@ -52,13 +52,10 @@ def test_each_drawn_token_is_predicted_by_the_state_of_its_prefix(groups, share_
     batch = Batch.pack(samples, "cpu", share_prompt)
     seen = tokens_seen(batch)
     assert batch.position_ids.tolist() == [len(tokens) - 1 for tokens in seen]
-    expected = [
-        s.prompt_ids + s.ids[:t] for s, mask in zip(samples, masks, strict=True) for t in range(len(mask)) if mask[t]
-    ]
+    pairs = list(zip(samples, masks, strict=True))
+    expected = [s.prompt_ids + s.ids[:t] for s, mask in pairs for t in range(len(mask)) if mask[t]]
     assert [seen[row] for row in batch.rows.tolist()] == expected
-    drawn = [
-        [token for token, own in zip(s.ids, mask, strict=True) if own] for s, mask in zip(samples, masks, strict=True)
-    ]
+    drawn = [[t for t, own in zip(s.ids, mask, strict=True) if own] for s, mask in zip(samples, masks, strict=True)]
     of_samples = batch.targets.tensor_split(batch.cu_seqlens[1:-1])
     assert [values.tolist() for values in of_samples] == drawn
     prompts = sum(len(group[0].prompt_ids) * (1 if share_prompt else len(group)) for group in groups)

@@ -17,15 +17,13 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.tools.prompts import Prompts
 
 
-@pytest.mark.parametrize(
-    "configured, ids", [(None, (1,)), (1, (1,)), (7, (1, 7)), ([9, 1, 4], (1, 4, 9)), (50256, (1,))]
-)
-def test_a_completion_ends_at_the_tokenizers_token_and_at_the_configs(configured, ids):
+@pytest.mark.parametrize("named, ids", [(None, (1,)), (1, (1,)), (7, (1, 7)), ([9, 1, 4], (1, 4, 9)), (50256, (1,))])
+def test_a_completion_ends_at_the_tokenizers_token_and_at_the_configs(named, ids):
     """50256 is the default of a GPT-2 config, whatever its vocabulary: no token of this model has it."""
     policy, tokenizer = Policy.of(tiny.model()), tiny.tokenizer()
-    policy.module.generation_config.eos_token_id = configured
+    policy.module.generation_config.eos_token_id = named
     assert stop_token_ids(policy, tokenizer) == ids
-    if configured in (None, 50256):
+    if named in (None, 50256):
         tokenizer.eos_token = None
         with pytest.raises(ValueError, match="no completion could end"):
             stop_token_ids(policy, tokenizer)

@@ -135,9 +135,8 @@ def an_update_that_is_not_finite_on_one_rank(ranks):
     optimizer.step(0.0, optimizer.reduce(ranks, passes(sharded, ranks, MICRO_BATCHES)))
     before = [whole(parameter).clone() for parameter in trained(sharded)]
     moments = [whole(state["exp_avg"]).clone() for state in optimizer.adamw.state.values()]
-    total = passes(
-        sharded, ranks, MICRO_BATCHES, factor=math.inf if ranks.rank == min(ranks.size, len(MICRO_BATCHES)) - 1 else 1.0
-    )
+    bad = ranks.rank == min(ranks.size, len(MICRO_BATCHES)) - 1
+    total = passes(sharded, ranks, MICRO_BATCHES, factor=math.inf if bad else 1.0)
     assert optimizer.step(1.0, optimizer.reduce(ranks, total)).isnan()
     assert all(map(torch.equal, before, map(whole, trained(sharded))))
     assert all(map(torch.equal, moments, (whole(state["exp_avg"]) for state in optimizer.adamw.state.values())))
@@ -420,9 +419,7 @@ def make(folder):
 CASES = [(name, size) for size in (2, 1, 4) for name in CHECKS if name != LONG or size == 4]
 
 
-@pytest.mark.parametrize(
-    "name, size", [pytest.param(*case, marks=[] if case[1] == 2 else [pytest.mark.slow]) for case in CASES]
-)
+@pytest.mark.parametrize("name, size", [pytest.param(*x, marks=() if x[1] == 2 else pytest.mark.slow) for x in CASES])
 def test_shards(name, size):
     if name == "quantized_references" and importlib.util.find_spec("torchao") is None:
         pytest.skip("the quantization extra is not installed")

@@ -106,9 +106,8 @@ def test_tables_of_benchmarks_equal_the_results():
     tables = {"predictions": predictions.table() + "\n"}
     for file in report.RESULTS.glob("*.jsonl"):
         found = report.newest(file)
-        made = {name: report.table(rows, file.stem) for name, rows in found.items()} | {
-            "summary": report.summary(found)
-        }
+        made = {name: report.table(rows, file.stem) for name, rows in found.items()}
+        made["summary"] = report.summary(found)
         tables |= {f"bench:{name}-{file.stem}": f"{table}\n" for name, table in made.items()}
     found = {name: table for name, table in shown().items() if name not in ("scale", "plans")}
     assert found.keys() == tables.keys()

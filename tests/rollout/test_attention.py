@@ -138,6 +138,5 @@ def test_flash_attn_is_called_as_its_signature_says(monkeypatch):
         return products(q, k_cache.transpose(1, 2), v_cache.transpose(1, 2), cache_seqlens, softmax_scale)
 
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache))
-    check_decode(
-        SharedPrefix(attention.flash_attn, (0, 2, 1)), 3, [3, 9, 1], [1, 0, -1, 2, 1, 0, 1], [1, 3, 1, 2, 1, 1, 4]
-    )
+    owners, drawn = [1, 0, -1, 2, 1, 0, 1], [1, 3, 1, 2, 1, 1, 4]
+    check_decode(SharedPrefix(attention.flash_attn, (0, 2, 1)), 3, [3, 9, 1], owners, drawn)

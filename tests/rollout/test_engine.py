@@ -42,10 +42,8 @@ def cut(ids, limit, stops):
 
 QUICK = [("sdpa", "qwen2"), ("sdpa", "qwen3"), ("products", "llama"), ("products", "mistral"), ("products", "smollm3"),
          ("hf", "qwen2")]  # fmt: skip
-PAIRS = [
-    pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow)
-    for pair in product(BACKENDS, tiny.ARCHITECTURES)
-]
+EVERY = product(BACKENDS, tiny.ARCHITECTURES)
+PAIRS = [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in EVERY]
 
 
 @pytest.mark.parametrize("backend, architecture", PAIRS, indirect=["backend"])

@@ -44,9 +44,8 @@ def test_graphs_change_no_token(attention):
     provider_or_skip(attention)
     model, prompts = model_and_prompts()
     greedy = SamplingParams(temperature=0, max_tokens=60, stop_token_ids=tuple(range(40)), seed=2)
-    eager, graphed = (
-        RolloutEngine(model, max_num_seqs=40, attention=attention, enforce_eager=eager) for eager in (True, False)
-    )
+    how = {"max_num_seqs": 40, "attention": attention}
+    eager, graphed = (RolloutEngine(model, **how, enforce_eager=eager) for eager in (True, False))
     for sampling in (greedy, dataclasses.replace(greedy, temperature=1.2)):
         penalized = dataclasses.replace(sampling, repetition_penalty=1.4)
         for how in (sampling, penalized, sampling, penalized):
@@ -77,9 +76,8 @@ def test_fp32_logps_equal_a_teacher_forced_forward():
     rollouts = RolloutEngine(model).generate(prompts, 4, SamplingParams(max_tokens=40, seed=1))
     samples = [Sample(prompts[i // 4], rollout.ids, 1.0) for i, rollout in enumerate(rollouts)]
     drawn = torch.cat([rollout.logps for rollout in rollouts]).cuda()
-    torch.testing.assert_close(
-        drawn, torch.cat(score(Policy.of(model), samples, Scoring(1.0, 10**6))), atol=2e-5, rtol=0
-    )
+    scored = torch.cat(score(Policy.of(model), samples, Scoring(1.0, 10**6)))
+    torch.testing.assert_close(drawn, scored, atol=2e-5, rtol=0)
 
 
 def test_graphs_follow_weights_filters_and_geometry():

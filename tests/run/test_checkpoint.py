@@ -307,9 +307,8 @@ def test_a_failed_save_names_the_last_good_one(tmp_path, capsys):
     ],
 )
 def test_the_best_one_stays(tmp_path, greater, saved, kept, capsys):
-    checkpointer, log = make_checkpointer(
-        tmp_path, save_total_limit=1, metric_for_best_model="reward", greater_is_better=greater
-    )
+    best = {"metric_for_best_model": "reward", "greater_is_better": greater}
+    checkpointer, log = make_checkpointer(tmp_path, save_total_limit=1, **best)
     with log, checkpointer:
         for step, reward in saved:
             log.step(step, {"kl": 9.0} if reward is None else {"reward": reward})

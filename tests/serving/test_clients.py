@@ -42,10 +42,8 @@ def drawn(prompt, **sampling):
 def test_openai(server):
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-    greedy, text = (
-        {"model": "tiny", "temperature": 0, "max_tokens": 20},
-        tiny.tokenizer().decode(drawn("abc", max_tokens=20).ids),
-    )
+    greedy = {"model": "tiny", "temperature": 0, "max_tokens": 20}
+    text = tiny.tokenizer().decode(drawn("abc", max_tokens=20).ids)
     assert [model.max_model_len for model in client.models.list()] == [2048]
     assert client.models.retrieve("tiny").id == "tiny"
     assert client.completions.create(prompt="abc", **greedy).choices[0].text == text
@@ -56,9 +54,8 @@ def test_openai(server):
     assert len(chat.choices[0].logprobs.content) == chat.usage.completion_tokens
     for tools in ({}, {"tools": [TOOL]}):
         whole = client.chat.completions.create(messages=HI, **tools, **greedy).choices[0]
-        chunks = [
-            each.choices[0] for each in client.chat.completions.create(messages=HI, stream=True, **tools, **greedy)
-        ]
+        chunks = client.chat.completions.create(messages=HI, stream=True, **tools, **greedy)
+        chunks = [each.choices[0] for each in chunks]
         assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content
         assert chunks[-1].finish_reason == whole.finish_reason
 
@@ -148,10 +145,8 @@ def test_verifiers(server, folder, monkeypatch):
                 messages = [{"role": "user", "content": data.prompt}]
                 for text in ("more", None):
                     reply = await client.chat.completions.create(model=ctx.model, messages=messages)
-                    messages += [
-                        reply.choices[0].message.model_dump(exclude_none=True),
-                        {"role": "user", "content": text},
-                    ]
+                    said = reply.choices[0].message.model_dump(exclude_none=True)
+                    messages += [said, {"role": "user", "content": text}]
             return ProgramResult(0, "", "")
 
     class Length(vf.Task):

@@ -93,9 +93,8 @@ def test_echo_scores_the_prompt_and_names_the_likeliest_tokens(post):
         drawn = drawn.clamp(min=-9999.0)  # the filters exclude most tokens of the prompt
         torch.testing.assert_close(torch.tensor(found["token_logprobs"][1:]), drawn, atol=1e-4, rtol=1e-4)
         for top, row in zip(found["top_logprobs"][1:], expected, strict=True):
-            torch.testing.assert_close(
-                sorted(top.values(), reverse=True), row.topk(2).values.tolist(), atol=1e-4, rtol=0
-            )
+            found_top = sorted(top.values(), reverse=True)
+            torch.testing.assert_close(found_top, row.topk(2).values.tolist(), atol=1e-4, rtol=0)
         alone = post("/v1/completions", **asked)["choices"][0]["logprobs"]
         assert alone["top_logprobs"] == found["top_logprobs"][3:] and len(alone["tokens"]) == 3
     scored = post("/v1/completions", prompt="hello", max_tokens=0, echo=True, logprobs=1)["choices"][0]

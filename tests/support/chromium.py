@@ -71,9 +71,8 @@ class Browser:
 
     def all(self, selector, what="textContent"):
         """A property of all elements of a selector. A text that is shown (innerText) is empty outside of the window."""
-        return self.run(
-            "return Array.from(document.querySelectorAll(arguments[0]), e => e[arguments[1]])", selector, what
-        )
+        code = "return Array.from(document.querySelectorAll(arguments[0]), e => e[arguments[1]])"
+        return self.run(code, selector, what)
 
     def click(self, selector, seconds=30):
         """Scroll to an element and click it. A diagram that is drawn late may cover it for a while."""

@@ -22,9 +22,8 @@ def _forbidden():
     return subprocess.run(command, capture_output=True, check=False, cwd="/", **user).returncode != 0
 
 
-needs_namespaces = pytest.mark.skipif(
-    _forbidden(), reason="this machine forbids user namespaces, and there is no sandbox without them"
-)
+WHY = "this machine forbids user namespaces, and there is no sandbox without them"
+needs_namespaces = pytest.mark.skipif(_forbidden(), reason=WHY)
 
 
 def judge(sandbox, program, *tests):

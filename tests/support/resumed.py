@@ -72,9 +72,8 @@ WEIGHTS = {"model.safetensors", "adapter_model.safetensors"}
 def assert_same_run(run, whole):
     """All that two runs left behind, times aside, is the same."""
     assert untimed(run) == untimed(whole)
-    mine, theirs = (
-        re.sub(rb'"latency_s": [^}]*', b"", (folder / "samples.jsonl").read_bytes()) for folder in (run, whole)
-    )
+    samples = [(folder / "samples.jsonl").read_bytes() for folder in (run, whole)]
+    mine, theirs = (re.sub(rb'"latency_s": [^}]*', b"", text) for text in samples)
     assert mine == theirs
     (_, mine), (_, theirs) = checkpoints(run).popitem(), checkpoints(whole).popitem()
     assert mine.name == theirs.name
@@ -93,9 +92,8 @@ def assert_same_run(run, whole):
 def assert_same_shards(mine, theirs):
     """What several ranks wrote is the same: masters, moments, a reference's weights, the schedule, all generators."""
     assert any(name.startswith("optimizer.exp_avg_sq.") for name in tensors_in(mine))
-    files, others = (
-        {p.name: p.read_bytes() for p in path.iterdir() if p.name != ".metadata"} for path in (mine, theirs)
-    )
+    own = [[path for path in folder.iterdir() if path.name != ".metadata"] for folder in (mine, theirs)]
+    files, others = ({path.name: path.read_bytes() for path in paths} for paths in own)
     assert files.keys() == others.keys() > {"values.pt", "rng-0.pt", "rng-1.pt"}
     different = [name for name in files if files[name] != others[name]]
     assert not different, different

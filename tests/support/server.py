@@ -35,6 +35,5 @@ def start(tokenizer, max_num_seqs=8, max_requests=1024, **settings):
     while not http.started:
         time.sleep(0.01)
     client = httpx.Client(base_url=url, timeout=60)
-    return SimpleNamespace(
-        tokenizer=tokenizer, scheduler=scheduler, engine=scheduler.engine, client=client, url=url, stop=stop
-    )
+    parts = {"tokenizer": tokenizer, "scheduler": scheduler, "engine": scheduler.engine, "client": client}
+    return SimpleNamespace(**parts, url=url, stop=stop)

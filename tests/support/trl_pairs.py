@@ -116,9 +116,8 @@ def assert_same_metrics(theirs, ours, mode="train"):
     expected, found = theirs._metrics[mode], ours._metrics[mode]
     assert found.keys() == expected.keys() and expected
     for name, values in expected.items():
-        torch.testing.assert_close(
-            torch.tensor(found[name]), torch.tensor(values), rtol=1e-4, atol=2e-6, equal_nan=True, msg=name
-        )
+        mine, wanted = torch.tensor(found[name]), torch.tensor(values)
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=2e-6, equal_nan=True, msg=name)
 
 
 def assert_same_gradients(both, inputs, least=1e-3):

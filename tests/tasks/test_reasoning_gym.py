@@ -132,9 +132,8 @@ def test_scores_the_text_in_the_last_answer_tags():
     assert max(scored(task, rows, ["<answer>x[</answer>"] * 40)[0]) < 0.1  # int() of it fails in their code
     system = rows[0]["prompt"][0]
     assert system["role"] == "system" and system["content"].startswith("Answer the question directly")
-    task = built(
-        {"leg_counting": {"solved": 2, "min_animals": 1, "max_animals": 1, "max_instances": 3}}, system_prompt="direct"
-    )
+    legs = {"solved": 2, "min_animals": 1, "max_animals": 1, "max_instances": 3}
+    task = built({"leg_counting": legs}, system_prompt="direct")
     row = task.test()[0]
     assert [message["role"] for message in row["prompt"]] == ["system", *["user", "assistant"] * 2, "user"]
     shown = {message["content"] for message in row["prompt"][1:-1]}
@@ -184,9 +183,8 @@ def test_every_task_makes_a_step(tmp_path, monkeypatch, model, name):
     monkeypatch.setattr(reasoning_gym, "HELD_OUT", 1)
     monkeypatch.setattr(reasoning_gym, "CHECKED", 1)
     few = "--max_steps 1 --prompts_per_step 1 --num_generations 2 --max_completion_length 4 --device cpu"
-    flags = (
-        f"--task reasoning_gym --reasoning_gym_tasks {name} --model_name_or_path {model} --output_dir {tmp_path}/run"
-    )
+    flags = f"--task reasoning_gym --reasoning_gym_tasks {name} --model_name_or_path {model}"
+    few += f" --output_dir {tmp_path}/run"
     assert main(f"{flags} {few}".split()) == 0
     step = next(row for row in lines(tmp_path / "run") if "reward" in row)
     assert step["rewards/score_answer/mean"] == step[f"score/{name}"]

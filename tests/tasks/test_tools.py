@@ -57,10 +57,8 @@ def test_the_warm_start_has_the_prompts_of_the_run(tmp_path, monkeypatch, task, 
     texts = [tokenizer.decode(example.prompt_ids) for example in seen]
     assert tokenizer.chat_template and all(text.startswith(tools) for text in texts)
     assert all(example.ids[-1] == tokenizer.eos_token_id for example in seen)
-    assert (
-        max(len(example.prompt_ids) + len(example.ids) for example in seen)
-        < task.make_model(0)[0].config.max_position_embeddings
-    )
+    longest = max(len(example.prompt_ids) + len(example.ids) for example in seen)
+    assert longest < task.make_model(0)[0].config.max_position_embeddings
 
 
 def learned(folder, flags):

@@ -136,19 +136,15 @@ def test_the_draws_of_an_engine_differ_and_a_prompt_that_it_cannot_hold_is_named
     drawn = [row["completion"] for row in result.rows if row["draw"] != "greedy"]
     assert len(drawn) == 8 and len(set(drawn)) > 4
     with pytest.raises(ValueError, match=r"prompt 'xxx.*\.\.\.' has 300 tokens.*context of 256"):
-        evaluate(
-            engine, Prompts(tiny.tokenizer()), [{"prompt": "x" * 300}], rewards, SamplingParams(max_tokens=5), STATE
-        )
+        evaluate(engine, source, [{"prompt": "x" * 300}], rewards, SamplingParams(max_tokens=5), STATE)
 
 
 def problems(folder):
     """Flags of the command for five problems, without a model and an output."""
     rows = folder / "problems.jsonl"
     rows.write_text("".join(json.dumps({"question": f"{i}+1?", "answer": f"#### {i + 1}"}) + "\n" for i in range(5)))
-    flags = (
-        f"--task gsm8k --dataset_name {rows} --device cpu --eval_num_generations 2 --temperature 0.9 --system_prompt"
-    )
-    return [*flags.split(), ""]
+    flags = f"--task gsm8k --dataset_name {rows} --device cpu --eval_num_generations 2 --temperature 0.9"
+    return [*flags.split(), "--system_prompt", ""]
 
 
 def test_compares_two_models(tmp_path, capfd):

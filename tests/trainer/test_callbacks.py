@@ -29,9 +29,8 @@ class Recorder(TrainerCallback):
 
 def test_events_have_transformers_order_and_arguments(tmp_path):
     recorder = Recorder()
-    trainer = make_trainer(
-        tmp_path, eval_rows=PROMPTS[:2], eval_steps=1, save_steps=1, callbacks=[recorder], eval_on_start=False
-    )
+    settings = {"eval_rows": PROMPTS[:2], "eval_steps": 1, "save_steps": 1, "eval_on_start": False}
+    trainer = make_trainer(tmp_path, callbacks=[recorder], **settings)
     assert recorder.seen == [("on_init_end", 0)]
     trainer.train()
     step = ["on_step_begin", "on_step_end", "on_log"]

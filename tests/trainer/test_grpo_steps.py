@@ -27,10 +27,8 @@ def stepped_samples():
     lengths = [len(sample.ids) for sample in samples]
     steps = [[(1, float(i)), (length, -0.5 * i)][: 1 + i % 2] for i, length in enumerate(lengths)]
     own = process_advantages(steps, lengths, 3)
-    return [
-        dataclasses.replace(s, advantage=a.mean().item(), token_advantages=a.float())
-        for s, a in zip(samples, own, strict=True)
-    ]
+    pairs = [{"advantage": a.mean().item(), "token_advantages": a.float()} for a in own]
+    return [dataclasses.replace(s, **values) for s, values in zip(samples, pairs, strict=True)]
 
 
 def logps_of(model, sample):

@@ -20,10 +20,8 @@ NAN = float("nan")
 
 
 def completion(length=2, reason="stop", right=1.0, style=0.5, advantage=0.0, **changes):
-    rewards = {"right": right, "style": style}
-    return answer(
-        Prompt([1], "1+1="), list(range(length)), "2", reason=reason, rewards=rewards, advantage=advantage, **changes
-    )
+    changes |= {"rewards": {"right": right, "style": style}, "advantage": advantage}
+    return answer(Prompt([1], "1+1="), list(range(length)), "2", reason=reason, **changes)
 
 
 def test_means_ignore_rewards_of_none():

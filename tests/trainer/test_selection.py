@@ -78,9 +78,8 @@ def test_off_policy_mask_equals_trls():
     mask, logps, _ = padded(model, samples)
     drift = torch.tensor([0.5, 0.4, 0.3, 0.2, 0.05, 0.3])[:, None]  # the mean gap of each sample
     drift = drift + 0.2 * torch.randn(logps.shape, generator=torch.Generator().manual_seed(0))
-    samples = [
-        dataclasses.replace(s, old_logps=o) for s, o in zip(samples, ragged(logps + drift, samples), strict=True)
-    ]
+    old = ragged(logps + drift, samples)
+    samples = [dataclasses.replace(sample, old_logps=o) for sample, o in zip(samples, old, strict=True)]
     update = update_of(model, off_policy_mask_threshold=0.2)
     selected, entropy = update.selection(samples, range(6), [], first=False)
     advantages = torch.tensor([[sample.advantage] for sample in samples])

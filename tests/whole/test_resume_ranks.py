@@ -111,9 +111,8 @@ def kills(top):
         for kill in range(KILLS):
             kind, most = (("file", 200), ("exchange", 60))[kill % 2]
             which = (0, 1) if kill % 4 < 2 else (rng.randrange(2) if kind == "exchange" else 0,)
-            runs[f"{mode}-kill-{kill}"] = partial(
-                killed, top, f"killed-{mode}", mode, which, kind, rng.randrange(1, most)
-            )
+            how = mode, which, kind, rng.randrange(1, most)
+            runs[f"{mode}-kill-{kill}"] = partial(killed, top, f"killed-{mode}", *how)
         runs[f"{mode}-end"] = partial(killed, top, f"killed-{mode}", mode, (), None, None)
     return runs
 

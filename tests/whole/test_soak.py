@@ -47,9 +47,8 @@ def live(folder, stop_at):
     environment = {**os.environ, **ALLOCATOR, "PYTHONPATH": f"{ROOT}:{folder}", "TQDM_DISABLE": "1"}
     seen, metrics, step = [], folder / "run" / "metrics.jsonl", 0
     with open(folder / "said.txt", "a") as said:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fastgrpo.train", *arguments], env=environment, stdout=said, stderr=said
-        )
+        command = [sys.executable, "-m", "fastgrpo.train", *arguments]
+        process = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
     while process.poll() is None:
         time.sleep(0.5)
         if metrics.exists() and (rows := metrics.read_text().split("\n")[:-1]):

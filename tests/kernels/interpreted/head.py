@@ -70,12 +70,10 @@ IN_BF16 = {
     "log-probs": partial(cases.logprob, **cases.EVERYTHING),
     "unlikely targets": partial(cases.logprob, flagged=True),  # computed again, from their maximum
 }
-QUICK_IN_BF16 = ("loss by chunks", "unlikely targets")
+QUICK = ("loss by chunks", "unlikely targets")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[] if x in QUICK_IN_BF16 else [pytest.mark.slow]) for x in IN_BF16]
-)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in IN_BF16])
 def test_bf16(name, bf16, monkeypatch):
     """The dtype on a GPU, and there the anchored path. With fewer tokens the errors differ more by chance."""
     monkeypatch.setitem(cases.HEAD_SIZES, "interpreter", (128, 16, 50))
@@ -223,9 +221,8 @@ def test_every_launch_is_on_the_device_of_its_tensors(softcap, monkeypatch):
     set_chunk(monkeypatch, 12)
     leaves, rest = random_head(20, 16, 50, softcap=softcap)
     linear_grpo_loss(**leaves, **{**rest, "objective": cases.BONUS}).loss.backward()
-    logps, entropy = linear_logprob(
-        **leaves, targets=rest["targets"], logit_softcap=softcap, return_entropy=True, backend="triton"
-    )
+    how = {"logit_softcap": softcap, "return_entropy": True, "backend": "triton"}
+    logps, entropy = linear_logprob(**leaves, targets=rest["targets"], **how)
     (logps + entropy).sum().backward()
     del rest["logit_softcap"]
     for inplace in (False, True):
