@@ -1,7 +1,4 @@
-"""Every check passes on the CPU and in the interpreter; together they launch every kernel; judges find errors.
-
-tests/kernels/test_processes.py runs this file too, in a process with TRITON_INTERPRET=1.
-"""
+"""Every check passes on the CPU and in the interpreter; together they launch every kernel; judges find errors."""
 
 import os
 import re

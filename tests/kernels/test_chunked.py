@@ -72,10 +72,7 @@ def test_softcap_bias_temperatures_and_entropy_equal_the_reference_in_fp64(monke
 @pytest.mark.parametrize("grad_output", [1.0, 0.37, 65536.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_no_worse_than_plain_pytorch(monkeypatch, dtype, grad_output, chunk):
-    """Errors of the gradients are relative, in the Euclidean norm; of log-probs and loss the largest, in nats.
-
-    grad_output 0.37 stands for gradient accumulation; 65536 is the first loss scale of torch's GradScaler.
-    """
+    """grad_output 0.37 stands for gradient accumulation; 65536 is the first loss scale of torch's GradScaler."""
     set_chunk(monkeypatch, chunk and 16)
     case, how = make_case((20, 31, 13), 301, 32, dtype, bias=True), {"grad_output": grad_output, "beta": 0.1}
     exact_loss, exact_logps, _, exact = truth(case, dtype=torch.float64, **how)

@@ -1,7 +1,4 @@
-"""The losses by Triton on a GPU at real sizes, in bf16: accuracy, determinism, memory, no wait for the device.
-
-Options, guarded rows and a sharded head are compared in tests/kernel_checks/test_cases.py.
-"""
+"""The losses by Triton on a GPU at real sizes, in bf16: accuracy, determinism, memory, no wait for the device."""
 
 import math
 from types import SimpleNamespace

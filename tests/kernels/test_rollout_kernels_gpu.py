@@ -1,8 +1,4 @@
-"""The rollout's kernels on a GPU at real sizes: the distribution of draws, the same bits in any batch, 64-bit offsets.
-
-Single draws and decode attention in bf16 are compared in tests/kernel_checks/test_cases.py; graphs and waits for the
-device are in tests/rollout/test_engine_gpu.py.
-"""
+"""The rollout's kernels on a GPU at real sizes: the distribution of draws, equal bits in any batch, 64-bit offsets."""
 
 import pytest
 import torch

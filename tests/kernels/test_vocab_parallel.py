@@ -1,8 +1,4 @@
-"""A head sharded by vocabulary rows over processes gives what one process gives, with its gradients.
-
-test_processes.py runs this file too, in a process with TRITON_INTERPRET=1: the Triton kernels then take the place of
-the path by chunks.
-"""
+"""A head sharded by rows of the vocabulary gives what one process gives, by kernels too (TRITON_INTERPRET=1)."""
 
 import multiprocessing
 import os

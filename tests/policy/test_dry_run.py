@@ -1,7 +1,4 @@
-"""The dry run at load: rejects unsupported classes of transformers by name, and accepts supported ones.
-
-liger-kernel's layers: where they are used, and that they compute the same.
-"""
+"""The dry run at load rejects unsupported classes of transformers by name; liger-kernel's layers compute the same."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

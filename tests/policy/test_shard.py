@@ -304,10 +304,7 @@ def gathers_of(policy):
 
 @check
 def references(ranks):
-    """A copy is sharded as the policy is, and stays what it was; a moving one follows by each rank's own shards.
-
-    Also to make it nothing is gathered.
-    """
+    """A copy is sharded as the policy is, without a gather, and stays what it was; a moving one follows its shards."""
     for device, kind, how in ((None, FrozenCopy, {"cpu_offload": True}), ("cpu", StreamedCopy, {})):
         plain, sharded = policies(ranks, tie_word_embeddings=True, how=how)
         gathers = gathers_of(sharded)
@@ -330,10 +327,7 @@ def references(ranks):
 
 @check
 def states_of_references_inside_of_a_pass(ranks):
-    """As the KL of the full distributions takes them: what they return outlives the reference's own pass.
-
-    The head of the policy itself, with its adapters off, is whole anyway and is not copied.
-    """
+    """As the full KL takes them: they outlive the reference's pass. A head with its adapters off is not copied."""
     for kind in ({}, {"lora": True}):
         plain, sharded = policies(ranks, gradient_checkpointing=True, **kind)
         truth, reference = make_reference(plain, 0.1), make_reference(sharded, 0.1)

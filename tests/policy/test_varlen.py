@@ -40,10 +40,7 @@ def check(found, expected, tolerance=1e-11):
 
 
 def of_softmax(tensors, visible):
-    """Plain softmax attention, query [N, H, d], key and value [M, K, d], visible [N, M].
-
-    Returns out [N, H, d], lse [H, N], a random gradient of out, and the gradients of query, key and value.
-    """
+    """Plain attention: out [N, H, d], lse [H, N], a random gradient of out, and those of query, key and value."""
     query, key, value = tensors
     key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
     scores = (torch.einsum("nhd,mhd->hnm", query, key) * SCALE).masked_fill(~visible, -torch.inf)

@@ -1,7 +1,4 @@
-"""The wheel, built from the sdist, holds what it should and works where pip installs it (slow).
-
-Without an extra the loss works, and with the extra `train` the main job.
-"""
+"""The wheel, built from the sdist, holds what it should and works where pip installs it (slow)."""
 
 import json
 import os
@@ -39,21 +36,16 @@ def test_every_folder_of_code_is_a_package():
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory):
-    """A copy of what setup.py reads, in a folder named fastgrpo, so that nothing is written into the checkout."""
+def built(tmp_path_factory):
+    """Built from a copy of what setup.py reads, in a folder named fastgrpo: nothing is written into the checkout."""
     source = tmp_path_factory.mktemp("packaging") / "fastgrpo"
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in ("fastgrpo", "kernels"):
         shutil.copytree(ROOT / name, source / name, ignore=ignore)
     for name in TOP:
         shutil.copy(ROOT / name, source)
-    return source
-
-
-@pytest.fixture(scope="module")
-def built(clone):
-    folder = clone.parent / "dist"
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(clone)]
+    folder = source.parent / "dist"
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source)]
     result = subprocess.run(build, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return folder

@@ -8,10 +8,8 @@ import sys
 
 import pytest
 import torch
-from matrix import LEARNING_RATE, SELECTION, Case, trajectory
+from matrix import LEARNING_RATE, SELECTION, Case, main, trajectory
 from ranks import LIMIT, fork, forked
-
-from fastgrpo.ranks import join
 
 GRADIENT, METRIC, DRIFT = 5e-7, 5e-7, 5e-8  # weights are in fp64, some sums in fp32
 QUICK = [
@@ -70,12 +68,5 @@ def test_every_number_of_ranks_gives_the_trajectory_of_one(count, tmp_path):
     assert abs(sum(signed) / len(signed)) <= DRIFT
 
 
-def main(folder):
-    ranks = join("cpu", 50)
-    results = {case: trajectory(case, ranks) for case in QUICK}
-    if ranks.lead:
-        torch.save(results, f"{folder}/results.pt")
-
-
 if __name__ == "__main__":
-    fork({"ranks": functools.partial(main, sys.argv[1])}, sys.argv[1], count=2, limit=3 * LIMIT)
+    fork({"ranks": functools.partial(main, f"{sys.argv[1]}/results.pt", QUICK)}, sys.argv[1], count=2, limit=3 * LIMIT)

@@ -16,23 +16,16 @@ from fastgrpo.rewards.gsm8k import LENGTH_PENALTY, correctness, digits_reward, f
 from fastgrpo.rewards.overlong import make_soft_overlong_punishment, shaping
 
 GSM8K = os.environ.get("FASTGRPO_GSM8K")
-WHOLE = pytest.mark.skipif(not GSM8K, reason="FASTGRPO_GSM8K does not name the folder of GSM8K's jsonl files")
+NO_GSM8K = pytest.mark.skipif(not GSM8K, reason="FASTGRPO_GSM8K does not name the folder of GSM8K's jsonl files")
+FILES = [Path(GSM8K or "") / name for name in ("train.jsonl", "test.jsonl")]
+WHOLE = pytest.param(FILES, 8792, marks=[pytest.mark.slow, NO_GSM8K])
 
 
 def chat(text):
     return [{"role": "assistant", "content": text}]
 
 
-@pytest.mark.parametrize(
-    "paths, count",
-    [
-        ([DATA / "gsm8k-64.jsonl"], 64),
-        pytest.param(
-            [Path(GSM8K or "") / name for name in ("train.jsonl", "test.jsonl")], 8792, marks=[pytest.mark.slow, WHOLE]
-        ),
-    ],
-    ids=["sample", "whole"],
-)
+@pytest.mark.parametrize("paths, count", [([DATA / "gsm8k-64.jsonl"], 64), WHOLE], ids=["sample", "whole"])
 def test_every_solution_scores_its_own_answer_and_no_other_one(paths, count):
     solutions = [json.loads(line)["answer"] for path in paths for line in path.read_text().splitlines()]
     assert len(solutions) == count and set(correctness(solutions, solutions, answer=solutions)) == {1.0}
@@ -42,7 +35,6 @@ def test_every_solution_scores_its_own_answer_and_no_other_one(paths, count):
     scores = correctness(solutions, solutions, answer=neighbours)
     assert scores == [float(a == b) for a, b in zip(values, values[1:] + values[:1], strict=True)]
     assert scores.count(0.0) > 0.85 * count
-
     assert sum(gsm8k.steps_reward(solutions, solutions)) >= 0.9 * count  # the others use words or variables
 
 

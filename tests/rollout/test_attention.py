@@ -23,10 +23,7 @@ def randn(heads, tokens):
 
 
 def prefill(provider, kv_heads, prompts, owners):
-    """Prefill prompts of these lengths for lanes with these owners (-1 for a free one); returns the keys of lanes.
-
-    Large keys and values lie in the slots, which earlier completions have left there.
-    """
+    """Prefill prompts of these lengths for lanes with these owners (-1 for a free one); returns the keys of lanes."""
     most = max(map(owners.count, range(len(prompts))))
     geometry = Geometry(len(owners), 5, len(prompts) + 1, 12, most, provider.flat)
     slots = Slots(geometry, CPU, provider.memory_order)
@@ -34,7 +31,7 @@ def prefill(provider, kv_heads, prompts, owners):
     lanes = [[i for i, owner in enumerate(owners) if owner == prompt] for prompt in range(len(prompts))]
     query, key, value = (randn(heads, sum(prompts)) for heads in (HEADS, kv_heads, kv_heads))
     for tensor in slots.cache(0, key, value):
-        tensor.fill_(50)
+        tensor.fill_(50)  # as earlier completions have left there
     PrefillAttention(prompts, "cpu", slots, places, lanes, 20).attend(0, query, key, value, SCALE)
     slots.prompt_lengths[torch.tensor(places)] = torch.tensor(prompts, dtype=torch.int32)
     slots.arrange([-1 if owner < 0 else places[owner] for owner in owners], group=most)

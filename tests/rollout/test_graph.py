@@ -1,7 +1,4 @@
-"""Graphs of the decode step: when a step runs, is recorded and is replayed, and how many kernels it launches.
-
-The GPU itself is in test_engine_gpu.py.
-"""
+"""Graphs of the decode step: when a step runs, is recorded and is replayed, and how many kernels it launches."""
 
 import json
 from contextlib import nullcontext

@@ -1,7 +1,4 @@
-"""Any sequence of runs in one folder, with kills in the middle of a save, and a user who has files there too.
-
-What the runs did not make is never touched, the newest whole checkpoint is found, and nothing that was saved is lost.
-"""
+"""Any sequence of runs in one folder, with kills in the middle of a save, beside files of the user: nothing is lost."""
 
 import contextlib
 import dataclasses

@@ -159,13 +159,9 @@ def test_verifiers(server, folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "talk", module)
     monkeypatch.setenv("NO_KEY", "none")
     client = vf.TrainClientConfig(base_url=f"{server.url}/v1", api_key_var="NO_KEY", renderer_model_name=folder)
-    config = vf.AgentConfig(
-        model="tiny",
-        client=client,
-        harness={"id": "talk"},
-        runtime={"type": "subprocess"},
-        sampling={"temperature": 0, "max_tokens": 12},
-    )
+    how = {"harness": {"id": "talk"}, "runtime": {"type": "subprocess"}}
+    how["sampling"] = {"temperature": 0, "max_tokens": 12}
+    config = vf.AgentConfig(model="tiny", client=client, **how)
 
     async def play():
         async with vf.Agent(config) as agent:

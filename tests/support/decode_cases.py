@@ -86,10 +86,7 @@ def random_rotation(lanes, heads, depth, normed, dtype, order=(0, 1, 2), device=
 
 
 def chi_square_tail(tokens, row, temperature, filters):
-    """Return the probability of a chi-square as large as that of draws from one row [V].
-
-    No token that the filters cut may have been drawn.
-    """
+    """Return the probability of a chi-square as large as that of draws from one row [V]; none may be a cut token."""
     kept = reference._kept(row[None], temperature, **(OFF | filters))[0]
     probs = (row / temperature).masked_fill(~kept, -math.inf).softmax(-1)
     counts = torch.bincount(tokens, minlength=len(row))

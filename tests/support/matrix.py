@@ -145,9 +145,9 @@ def move(module):
         parameter.add_(change)
 
 
-def main(path):
+def main(path, chosen=None):
     ranks = join("cpu", 50)
-    results = {case: trajectory(case, ranks) for case in cases(ranks.size)}
+    results = {case: trajectory(case, ranks) for case in chosen or cases(ranks.size)}
     if ranks.lead:
         torch.save(results, path)
 

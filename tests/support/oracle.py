@@ -1,7 +1,4 @@
-"""Batches to try the losses on, and their truth: kernels/reference.py on full logits, differentiated by autograd.
-
-Shapes: N tokens, M kept tokens, V vocabulary, D hidden, S sequences.
-"""
+"""Batches to try the losses on, and their truth: kernels/reference.py on full logits, differentiated by autograd."""
 
 import math
 from collections import Counter
@@ -127,10 +124,7 @@ def truth_of(leaves, targets, scalar, *, temperature=1.0, softcap=None):
 
 
 def truth(case, *, rows=None, num_items_in_batch=None, weights=None, grad_output=1.0, dtype=None, **knobs):
-    """(loss, logps [M], metrics, gradients {hidden, weight, bias}) of the tokens in the mask, or of `rows`.
-
-    dtype: compute there, from the same (already rounded) inputs; gradients come in that dtype too.
-    """
+    """(loss, logps [M], metrics, gradients {hidden, weight, bias}), in `dtype`, of tokens in the mask, or of `rows`."""
     objective, starts = Objective(**knobs), case.starts()
     keep = case.mask.flatten().nonzero()[:, 0] if rows is None else rows
     w, e = token_weights(objective, case.mask, starts, num_items_in_batch)

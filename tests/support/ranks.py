@@ -24,11 +24,7 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Job:
-    """A launcher in a session of its own, and the output of its ranks in a folder.
-
-    Every process of a job inherits a variable of its environment, and is known by it: torchrun gives each rank a
-    session of its own, and a rank whose parent has ended is a child of another process.
-    """
+    """A launcher and the output of its ranks. Its processes, of many sessions, are known by an inherited variable."""
 
     def __init__(self, command, folder, environment):
         self.folder, self.mark = Path(folder), f"JOB_{uuid.uuid4().hex}"

@@ -62,15 +62,10 @@ def test_gradients_are_those_of_the_formula_over_minibatches_and_passes(loss_typ
     for (gradients, weights), minibatch in zip(kept, itertools.cycle([range(3), range(3, 6)]), strict=False):
         model.load_state_dict(weights)
         model.zero_grad()
-        mine = [samples[i] for i in minibatch]
-        loss, _ = reference.policy_loss(
-            torch.cat([logps_of(model, sample) for sample in mine]),
-            torch.cat([first[i] for i in minibatch]),
-            None,
-            torch.cat([sample.token_advantages.double() for sample in mine]),
-            torch.cat([updated[i].weights.double() for i in minibatch]),
-            objective,
-        )
+        logps, old = torch.cat([logps_of(model, samples[i]) for i in minibatch]), [first[i] for i in minibatch]
+        own = torch.cat([samples[i].token_advantages.double() for i in minibatch])
+        token_weights = torch.cat([updated[i].weights.double() for i in minibatch])
+        loss, _ = reference.policy_loss(logps, torch.cat(old), None, own, token_weights, objective)
         loss.backward()
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-9, rtol=1e-5)

@@ -22,11 +22,7 @@ def parsed(monkeypatch):
     monkeypatch.setattr("fastgrpo.tools.prompts.TurnBuilder", CountingBuilder)
 
 
-@pytest.mark.parametrize(
-    "backend, how",
-    [("fast", {"tools": [count]}), ("hf", {"environment_factory": Counter})],
-    ids=["tools", "environment"],
-)
+@pytest.mark.parametrize("backend, how", [("fast", {"tools": [count]}), ("hf", {"environment_factory": Counter})])
 def test_a_run_with_tools(tmp_path, backend, how):
     trainer = make_trainer(tmp_path, rollout_backend=backend, **how)
     trainer.train()

@@ -1,8 +1,4 @@
-"""Checkpoints in other programs: what vLLM, peft and transformers read in a folder.
-
-vLLM reads config.json, the tokenizer with its chat template, generation_config.json and *.safetensors. Of adapters it
-reads adapter_config.json and adapter_model.safetensors, under peft's names.
-"""
+"""Checkpoints in other programs: what vLLM, peft and transformers read in a folder."""
 
 import json
 

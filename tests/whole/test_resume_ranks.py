@@ -1,9 +1,6 @@
 """Runs of several ranks that end early, by an error or by SIGKILL, and go on: on the same ranks to the last bit.
 
-As a script it forks ranks; the arguments are a folder, the folder of the runs, and a size:
-
-small     runs that crash and go on, and runs that do not, on two ranks
-kills     runs whose two ranks are killed again and again
+As a script it forks two ranks; the arguments are a folder, the folder of the runs, and one of SIZES.
 """
 
 import os
@@ -62,11 +59,7 @@ def same_ranks(top, mode):
 
 
 def killed(top, run, mode, which, kind, moment):
-    """Go on with a run, but end some of its ranks by SIGKILL at a moment, whichever thread comes to it.
-
-    `kind` is "exchange", as a rank begins one, or "file", as it does something to the files of the run. `moment` is its
-    number, which is passed where the run ends before.
-    """
+    """Go on with a run, but end some of its ranks by SIGKILL as they begin an exchange or do something to a file."""
     there, lock, begun = top / run, threading.Lock(), Counter()
     mine = int(os.environ["RANK"]) in which
 
@@ -156,10 +149,7 @@ def test_resumes_bit_for_bit_in_the_same_mode_and_within_rounding_in_another(tmp
 
 @pytest.mark.parametrize("mode", MODES)
 def test_kills_at_random_moments_change_nothing(many, mode):
-    """Kills of one rank or of both, as they begin some exchange, or as they write, hash, rename or delete a file.
-
-    A kill may hit no rank, where the run ends before; the first one hits, since the whole run is ahead of it.
-    """
+    """A kill may hit no rank, where the run ends before; the first one hits, since the whole run is ahead of it."""
     top, ended = many
     codes = [ended(f"{mode}-kill-{kill}")[0] for kill in range(KILLS)]
     assert -9 in codes[0] and all(-9 in of_kill or of_kill == [0, 0] for of_kill in codes), codes

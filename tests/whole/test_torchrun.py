@@ -1,7 +1,6 @@
 """Whole runs under torchrun and accelerate: they go on after a loss, stop by a signal, and run on many machines.
 
-This file is also the script that ranks run, as a library's user has it: it trains one run after another. A run named
-`killed` loses rank 1 once by kill -9. A run named `long` does not end by itself.
+This file is also the script of the ranks. The run `killed` loses rank 1 once; the run `long` does not end by itself.
 """
 
 import os

@@ -1,7 +1,4 @@
-"""Every public loss and log-prob, forward and backward, through Triton's launch path for a GPU that is not there.
-
-Options of the head are crossed with each other; the objective is crossed with the options of the loss of log-probs.
-"""
+"""Every public loss and log-prob, forward and backward, through Triton's launch path for a GPU that is not there."""
 
 import torch
 from stand_in import crossed

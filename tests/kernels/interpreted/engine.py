@@ -1,7 +1,4 @@
-"""The engine on the CPU with the kernels that it has on a GPU: group_decode and sample under the interpreter.
-
-Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
-"""
+"""The engine on the CPU with the kernels that it has on a GPU: group_decode and sample under the interpreter."""
 
 import pytest
 import tiny

@@ -1,8 +1,4 @@
-"""The fused head on the CPU: log-probs and loss by chunks, in bf16, at extremes, and what autograd asks of them.
-
-The trials are those of `doctor --check`, in forms that it does not have. Run by test_interpreted.py, in a process with
-TRITON_INTERPRET=1.
-"""
+"""The fused head on the CPU: log-probs and loss by chunks, in bf16, at extremes, and what autograd asks of them."""
 
 import math
 from contextlib import contextmanager
@@ -21,7 +17,7 @@ SOFTCAP = {"softcap": 5.0}
 
 
 def check(trial):
-    """Hold the values of a trial to the tolerance of the checks, and return them."""
+    """Hold the values of a trial, as `doctor --check` has them, to the tolerance of the checks, and return them."""
     found = trial.ours()
     for name, (error, allowed) in trial.judge(found).items():
         assert error <= allowed, (name, error, allowed)
@@ -169,10 +165,7 @@ def test_strides():
 
 
 def test_rows_past_2_to_the_31():
-    """Three rows, 2^30 elements apart: 4 GB of address space, of which a few pages are touched.
-
-    Of the hidden states, and of the exponentials: the product's store, the target's entry, the entropy's pass.
-    """
+    """Three rows of hidden states or exponentials, 2^30 elements apart: of 4 GB a few pages are touched."""
     hidden, weight = torch.randn(3, 16).half(), torch.randn(50, 16).half()
     targets = (hidden.float() @ weight.float().T).argmax(-1)
     far = torch.empty_strided((3, 16), (2**30, 1), dtype=torch.float16).copy_(hidden)

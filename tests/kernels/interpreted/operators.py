@@ -1,7 +1,4 @@
-"""torch.library.opcheck of every operator: what it writes, and what its fake implementation says of its results.
-
-Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
-"""
+"""torch.library.opcheck of every operator: what it writes, and what its fake implementation says of its results."""
 
 import pytest
 import torch

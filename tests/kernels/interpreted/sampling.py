@@ -1,7 +1,4 @@
-"""Sampling on the CPU against plain PyTorch: filters, floors of awkward rows, undefined rows, the distribution.
-
-Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
-"""
+"""Sampling on the CPU against plain PyTorch: filters, floors of awkward rows, undefined rows, the distribution."""
 
 import math
 from functools import partial

@@ -1,8 +1,4 @@
-"""The self-check of fastgrpo/loss/dispatch.py with real kernels: right ones pass, planted errors are caught.
-
-A call that asks for no backend by name takes the kernels here, as it does on a GPU. Run by test_interpreted.py, in a
-process with TRITON_INTERPRET=1.
-"""
+"""The self-check of fastgrpo/loss/dispatch.py with real kernels: right ones pass, planted errors are caught."""
 
 import logging
 
@@ -18,6 +14,7 @@ from fastgrpo.loss import dispatch
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
+    """A call that asks for no backend by name takes the kernels."""
     monkeypatch.setattr(dispatch, "_fits", lambda *_: True)
     monkeypatch.setattr(dispatch, "_verdicts", {})
     monkeypatch.setenv(dispatch.VARIABLE, "1")
