@@ -44,8 +44,8 @@ def test_graphs_change_no_token(attention):
     provider_or_skip(attention)
     model, prompts = model_and_prompts()
     greedy = SamplingParams(temperature=0, max_tokens=60, stop_token_ids=tuple(range(40)), seed=2)
-    how = {"max_num_seqs": 40, "attention": attention}
-    eager, graphed = (RolloutEngine(model, **how, enforce_eager=eager) for eager in (True, False))
+    options = {"max_num_seqs": 40, "attention": attention}
+    eager, graphed = (RolloutEngine(model, **options, enforce_eager=eager) for eager in (True, False))
     for sampling in (greedy, dataclasses.replace(greedy, temperature=1.2)):
         penalized = dataclasses.replace(sampling, repetition_penalty=1.4)
         for how in (sampling, penalized, sampling, penalized):
