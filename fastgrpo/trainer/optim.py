@@ -122,8 +122,7 @@ class MasterAdamW:
         if self.fused or finite:
             self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        if self.sharded or not self.fused:  # fused AdamW increments the versions of plain tensors only
-            torch.autograd.graph.increment_version(self.masters)
+        torch.autograd.graph.increment_version(self.masters)  # fused AdamW does not
         self.to_module()
         return torch.where(finite, norm, torch.nan)
 
