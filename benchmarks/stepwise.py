@@ -1,7 +1,7 @@
 """Runs a TRL trainer one optimizer step at a time, to time it in turns with fastgrpo's."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -51,30 +51,40 @@ class Stepwise(TrainerCallback):
             raise RuntimeError("TRL's trainer failed") from self.error
 
 
-def trl_trainer(
+def make_trl(
     path: str, rewards: Callable[..., list[float]] | list, rows: list[dict[str, Any]],
-    adapt: Callable[[Any], Any] | None = None, **settings: Any,
-) -> tuple[Stepwise, Any]:  # fmt: skip
-    """Create TRL's GRPOTrainer, and return a function that runs one step, and the trainer.
+    adapt: Callable[[Any], Any] | None = None, callbacks: Sequence[TrainerCallback] = (),
+    rollout_func: Callable[..., Any] | None = None, **settings: Any,
+) -> Any:  # fmt: skip
+    """Create TRL's GRPOTrainer.
 
     Args:
         path: Folder of the model.
         rewards: The reward function or functions.
         rows: The training rows.
-        adapt: Changes the trainer before it starts.
+        adapt: Changes the trainer.
+        callbacks: Its callbacks.
+        rollout_func: As in TRL.
         settings: Settings of TRL's GRPOConfig besides those that prevent stopping, logging and saving.
     """
     import trl
     from datasets import Dataset
 
-    config = trl.GRPOConfig(
-        max_steps=10_000, report_to="none", save_strategy="no", logging_steps=10_000, disable_tqdm=True,
-        **{"seed": 0, **settings},
+    defaults = {"seed": 0, "max_steps": 10_000, "logging_steps": 10_000}
+    config = trl.GRPOConfig(report_to="none", save_strategy="no", disable_tqdm=True, **{**defaults, **settings})
+    trainer = trl.GRPOTrainer(
+        path, rewards, args=config, train_dataset=Dataset.from_list(rows), callbacks=list(callbacks),
+        rollout_func=rollout_func,
     )  # fmt: skip
-    stepper = Stepwise()
-    trainer = trl.GRPOTrainer(path, rewards, args=config, train_dataset=Dataset.from_list(rows), callbacks=[stepper])
     if adapt is not None:
         adapt(trainer)
+    return trainer
+
+
+def trl_trainer(*given: Any, **settings: Any) -> tuple[Stepwise, Any]:
+    """Create TRL's trainer as `make_trl` does, and return a function that runs one step, and the trainer."""
+    stepper = Stepwise()
+    trainer = make_trl(*given, callbacks=[stepper], **settings)
     stepper.start(trainer)
     return stepper, trainer
 

@@ -12,69 +12,72 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from safetensors.torch import load_model
+import numpy as np
 from tqdm import tqdm
 
 from benchmarks.compare import rows_of
-from benchmarks.contestants import Contestant, Failed
+from benchmarks.contestants import Contestant, Failed, taking_part
 from benchmarks.harness import SMALL
-from benchmarks.race.tasks import TASKS, RaceTask
+from benchmarks.race.examiner import Examiner
+from benchmarks.race.tasks import TASKS
 from benchmarks.race.trainers import VARIANTS, WEIGHTS
-from fastgrpo.data.prompts import to_prompt
-from fastgrpo.policy.load import load_policy, stop_token_ids
-from fastgrpo.rollout.engine import RolloutEngine
-from fastgrpo.rollout.sampling import SamplingParams
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
 SEEDS = 1 if SMALL else 3
+AGREE = 1e-4  # largest relative difference of the trainers' first loss and gradient norm
 
 
-class Examiner:
-    """Measures the greedy accuracy of saved weights on the held-out rows of a task."""
-
-    def __init__(self, task: RaceTask, path: Path):
-        self.policy, self.tokenizer = load_policy(path, dtype="float32", device="cpu")
-        _, rows = task.rows(0)
-        self.rows, self.reward = rows, task.rewards[0]
-        self.ids = [to_prompt(row, self.tokenizer).ids for row in rows]
-        stops = stop_token_ids(self.policy, self.tokenizer)
-        self.greedy = SamplingParams(
-            temperature=0, max_tokens=task.settings["max_completion_length"], stop_token_ids=stops
-        )
-
-    def accuracy(self, weights: Path | None = None) -> float:
-        """Return the accuracy of the weights in a file; of the first model without one."""
-        if weights is not None:
-            load_model(self.policy.module, weights)
-        samples = RolloutEngine(self.policy).generate(self.ids, 1, self.greedy)
-        texts = [self.tokenizer.decode(sample.ids, skip_special_tokens=True) for sample in samples]
-        columns = {key: [row[key] for row in self.rows] for key in self.rows[0] if key != "prompt"}
-        rewards = self.reward(prompts=[row["prompt"] for row in self.rows], completions=texts, **columns)
-        return sum(reward == 1 for reward in rewards) / len(rewards)
+def contestant_of(variant: str, function: str, **options: Any) -> Contestant:
+    """Return the process of a trainer, in which a function of trainers.py creates it."""
+    return Contestant(variant, f"benchmarks.race.trainers:{function}", "cpu", variant=variant, **options)
 
 
-def run(name: str, variant: str, seed: int, path: Path) -> Iterator[dict[str, Any]]:
+def first_steps(name: str, seed: int, path: Path, examiner: Examiner) -> dict[str, dict[str, float]]:
+    """Return loss and gradient norm of each trainer's first step on the same completions.
+
+    Raises:
+        ValueError: They differ by more than `AGREE`.
+    """
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        draws = Path(folder) / "draws.json"
+        draws.write_text(json.dumps(examiner.draws(TASKS[name], seed)))
+        for variant in VARIANTS:
+            options = {"task": name, "path": str(path), "folder": folder, "seed": seed, "draws": str(draws)}
+            with taking_part([contestant_of(variant, "first_step", **options)]) as (contestant,):
+                contestant.entry()
+                contestant.seconds(variant)
+            (found[variant],) = contestant.values[variant]
+    for variant, values in found.items():
+        for quantity, value in values.items():
+            expected = found["fastgrpo"][quantity]
+            if abs(value - expected) > AGREE * abs(expected):
+                raise ValueError(f"{name}, {variant}: {quantity} of the first step is {value:.8g}, not {expected:.8g}")
+    return found
+
+
+def run(name: str, variant: str, seed: int, path: Path, examiner: Examiner) -> Iterator[dict[str, Any]]:
     """Train one contestant, and yield step, seconds of training, accuracy and peak memory of each measurement."""
     task = TASKS[name]
     steps, every = (4, 2) if SMALL else (task.steps, task.every)
-    examiner, seconds = Examiner(task, path), 0.0
-    yield {"step": 0, "seconds": 0.0, "accuracy": examiner.accuracy()}
-    with tempfile.TemporaryDirectory() as folder:
-        entry = f"benchmarks.race.trainers:{'our' if variant == 'fastgrpo' else 'trl'}_entry"
-        options = {"variant": variant, "task": name, "path": str(path), "folder": folder, "seed": seed}
-        contestant = Contestant(variant, entry, "cpu", **options)
-        try:
-            contestant.entry()
-            for step in tqdm(range(1, steps + 1), desc=f"{name}, {variant}, seed {seed}"):
-                seconds += contestant.seconds(variant)
-                if step % every == 0:
-                    memory = round(contestant.resident / 2**20)  # before the weights are saved
-                    contestant.seconds("save")
-                    accuracy = examiner.accuracy(Path(folder) / WEIGHTS)
-                    yield {"step": step, "seconds": round(seconds, 2), "accuracy": accuracy, "peak_mib": memory}
-        finally:
-            contestant.close()
+    seconds = 0.0
+    yield {"step": 0, "seconds": 0.0, "accuracy": examiner.accuracy(path / "model.safetensors")}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        taking_part([contestant_of(variant, "entry", task=name, path=str(path), folder=folder, seed=seed)]) as (it,),
+    ):
+        it.entry()
+        for step in tqdm(range(1, steps + 1), desc=f"{name}, {variant}, seed {seed}"):
+            seconds += it.seconds(variant)
+            last = step == steps or seconds > task.limit
+            if step % every == 0 or last:
+                memory = round(it.resident / 2**20)  # before the weights are saved
+                it.seconds("save")
+                accuracy = examiner.accuracy(Path(folder) / WEIGHTS)
+                yield {"step": step, "seconds": round(seconds, 2), "accuracy": accuracy, "peak_mib": memory}
+            if last:
+                return
 
 
 def race(name: str) -> list[dict[str, Any]]:
@@ -84,10 +87,13 @@ def race(name: str) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model"
             TASKS[name].make_model(path, seed)
+            examiner = Examiner(TASKS[name], path)
+            if seed == 0:
+                print(f"{name}, first step: {first_steps(name, seed, path, examiner)}")
             for variant in VARIANTS[seed % len(VARIANTS) :] + VARIANTS[: seed % len(VARIANTS)]:
                 about = {"task": name, "variant": variant, "seed": seed}
                 try:
-                    rows += [about | measured for measured in run(name, variant, seed, path)]
+                    rows += [about | measured for measured in run(name, variant, seed, path, examiner)]
                 except Failed as error:
                     rows.append(about | {"missing": str(error)})
     (common,) = rows_of({}, {"all": ""}, benchmark="race")
@@ -132,13 +138,14 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the accuracy over the seconds of training: a thin line per seed, the peak memory in the legend."""
+    """Draw the accuracy over the seconds of training: median and range over seeds, the peak memory in the legend."""
     figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
-    for i, (variant, runs) in enumerate(runs_of(rows).items()):
+    for variant, runs in runs_of(rows).items():
+        times = np.linspace(0, min(run[-1]["seconds"] for run in runs), 200)
+        curves = [np.interp(times, *([row[key] for row in run] for key in ("seconds", "accuracy"))) for run in runs]
         label = f"{variant}, {max(run[-1]['peak_mib'] for run in runs)} MiB"
-        for j, run in enumerate(runs):
-            axis.plot([row["seconds"] for row in run], [row["accuracy"] for row in run], color=f"C{i}",
-                      label=label if j == 0 else None)  # fmt: skip
+        (line,) = axis.plot(times, np.median(curves, axis=0), label=label)
+        axis.fill_between(times, np.min(curves, axis=0), np.max(curves, axis=0), alpha=0.2, color=line.get_color())
     target = TASKS[rows[0]["task"]].target
     axis.axhline(target, color="gray", linestyle=":")
     axis.set(xlabel="seconds of training steps", ylabel="greedy accuracy, held-out", title=f"Race: {rows[0]['task']}")

@@ -31,6 +31,7 @@ class RaceTask(NamedTuple):
         steps: Steps of a run.
         every: Steps between two measurements of the accuracy.
         target: The accuracy to reach.
+        limit: Seconds of training after which a run ends.
     """
 
     make_model: Callable[[Path, int], None]
@@ -41,6 +42,7 @@ class RaceTask(NamedTuple):
     steps: int
     every: int
     target: float
+    limit: float
 
 
 def warm_sums(folder: Path, seed: int) -> None:
@@ -71,12 +73,12 @@ def questions(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 TASKS = {
     "embedded": RaceTask(
-        warm_sums, carries, [arithmetic.correctness], prompts=32, steps=300, every=20, target=0.95,
+        warm_sums, carries, [arithmetic.correctness], prompts=32, steps=300, every=20, target=0.95, limit=400,
         settings=COMMON | {"learning_rate": 4e-4, "beta": 0.005, "max_completion_length": 28, "warmup_steps": 40},
     ),
     "smollm2": RaceTask(
         smollm2, questions, [correctness, format_reward, length_reward, digits_reward], prompts=4, steps=120, every=20,
-        target=0.6,
+        target=0.6, limit=3000,
         settings=COMMON | {"learning_rate": 1.5e-5, "beta": 0.06, "max_completion_length": 40, "warmup_steps": 5,
                            "scale_rewards": "none"},
     ),

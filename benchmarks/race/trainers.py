@@ -1,20 +1,21 @@
 """The trainers of the race, each in a process of its own (benchmarks/contestants.py).
 
-An entry has two calls: "step" trains one step, "save" writes the weights to a file for the measurement of the accuracy.
-All start from the same model, draw on the CPU in fp32, and take each step's completions as one batch.
+An entry has two calls: the variant's name trains one step, and "save" writes the weights to a file, for the measurement
+of the accuracy. All trainers start from the same model, draw on the CPU in fp32, and train on the completions of a step
+as one batch.
 """
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_model
-from transformers import PreTrainedModel
 
 from benchmarks import stepwise
 from benchmarks.contestants import Entry
-from benchmarks.race.tasks import TASKS
+from benchmarks.race.tasks import TASKS, RaceTask
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.integrations.trl import patch
 
@@ -27,30 +28,76 @@ TRL = {  # variant -> settings of TRL besides those of the task
 VARIANTS = ("fastgrpo", *TRL)
 
 
-def calls(variant: str, step: Callable[[], Any], model: PreTrainedModel, folder: str) -> Entry:
-    """Return the entry of a trainer, whose calls are the variant's name and "save"."""
-    return Entry({variant: step, "save": partial(save_model, model, str(Path(folder) / WEIGHTS))})
-
-
-def our_entry(variant: str, task: str, path: str, folder: str, seed: int) -> Entry:
+def our_trainer(
+    race: RaceTask, path: str, rows: list[dict[str, Any]], rollout: Callable[..., Any] | None = None, **settings: Any
+) -> GRPOTrainer:
     """Create fastgrpo's trainer."""
-    race = TASKS[task]
     config = GRPOConfig(
-        output_dir=f"{folder}/run", prompts_per_step=race.prompts, max_steps=10_000, device="cpu", dtype="float32",
-        gradient_checkpointing=False, seed=seed, **race.settings,
-    )  # fmt: skip
-    trainer = GRPOTrainer(path, race.rewards, config, race.rows(seed)[0])
-    return calls(variant, trainer.step, trainer.model, folder)
+        prompts_per_step=race.prompts,
+        device="cpu",
+        dtype="float32",
+        gradient_checkpointing=False,
+        **race.settings,
+        **settings,
+    )
+    return GRPOTrainer(path, race.rewards, config, rows, rollout_func=rollout)
 
 
-def trl_entry(variant: str, task: str, path: str, folder: str, seed: int) -> Entry:
-    """Create TRL's trainer."""
-    race = TASKS[task]
-    count = race.prompts * race.settings["num_generations"]
-    step, trainer = stepwise.trl_trainer(
-        path, race.rewards, race.rows(seed)[0],
-        output_dir=f"{folder}/run", per_device_train_batch_size=count, use_cpu=True, bf16=False,
-        gradient_checkpointing=False, seed=seed, model_init_kwargs={"dtype": "float32"}, **race.settings,
-        adapt=patch if variant == "TRL, loss of fastgrpo" else None, **TRL[variant],
-    )  # fmt: skip
-    return calls(variant, step, trainer.model, folder)
+def trl_settings(variant: str, race: RaceTask) -> dict[str, Any]:
+    """Return the settings of TRL's trainer."""
+    return {
+        "per_device_train_batch_size": race.prompts * race.settings["num_generations"],
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "model_init_kwargs": {"dtype": "float32"},
+        **race.settings,
+        **TRL[variant],
+    }
+
+
+def adapt(variant: str) -> Callable[[Any], Any] | None:
+    """Return the function that changes TRL's trainer."""
+    return patch if variant == "TRL, loss of fastgrpo" else None
+
+
+def entry(variant: str, task: str, path: str, folder: str, seed: int) -> Entry:
+    """Create a trainer."""
+    race, how = TASKS[task], {"output_dir": f"{folder}/run", "seed": seed}
+    rows = race.rows(seed)[0]
+    if variant == "fastgrpo":
+        trainer = our_trainer(race, path, rows, max_steps=10_000, **how)
+        step = trainer.step
+    else:
+        settings = trl_settings(variant, race) | how
+        step, trainer = stepwise.trl_trainer(path, race.rewards, rows, adapt=adapt(variant), **settings)
+    return Entry({variant: step, "save": partial(save_model, trainer.model, f"{folder}/{WEIGHTS}")})
+
+
+def first_step(variant: str, task: str, path: str, folder: str, seed: int, draws: str) -> Entry:
+    """Create a trainer that makes one step with given completions, and returns its loss and gradient norm."""
+    race, how = TASKS[task], {"output_dir": f"{folder}/{variant}", "seed": seed, "max_steps": 1}
+    given = json.loads(Path(draws).read_text())
+    left = {str(draw["row"]["prompt"]): draw for draw in given}
+
+    def rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
+        drawn = [left[str(prompt)] for prompt in prompts]
+        return {
+            "prompt_ids": [draw["prompt_ids"] for draw in drawn],
+            **{name: [draw[name].pop() for draw in drawn] for name in ("completion_ids", "logprobs")},
+        }
+
+    def step() -> dict[str, float]:
+        rows = [draw["row"] for draw in given]
+        if variant == "fastgrpo":
+            values = our_trainer(race, path, rows, rollout, **how).step()
+        else:
+            trainer = stepwise.make_trl(
+                path, race.rewards, rows, adapt(variant), rollout_func=rollout, logging_steps=1,
+                **trl_settings(variant, race), **how,
+            )  # fmt: skip
+            trainer.train()
+            values = trainer.state.log_history[0]
+        return {name: values[name] for name in ("loss", "grad_norm")}
+
+    return Entry({variant: step})
