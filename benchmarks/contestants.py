@@ -57,15 +57,17 @@ class Contestant:
         function: Creates the entry, as module:function.
         device: Device of its calls, "cpu" or "cuda".
         environment: Additional environment variables of the process.
+        python: The interpreter that runs it.
         options: Arguments of the function, JSON-serializable.
     """
 
     def __init__(
-        self, name: str, function: str, device: str, environment: Mapping[str, str] | None = None, **options: Any
-    ):
+        self, name: str, function: str, device: str, environment: Mapping[str, str] | None = None,
+        python: str = sys.executable, **options: Any,
+    ):  # fmt: skip
         self.name, self.values, self.process, self.made = name, {}, None, None
         self.environment, self.resident = {**os.environ, **KERNELS_ONLY, **(environment or {})}, 0
-        self.command = [sys.executable, "-m", "benchmarks.contestants", function, device, json.dumps(options)]
+        self.command = [python, "-m", "benchmarks.contestants", function, device, json.dumps(options)]
 
     def entry(self) -> dict[str, Any]:
         """Start the process, wait until it is ready, and return the fields of its entry, with names of calls.
