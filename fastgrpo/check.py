@@ -10,6 +10,8 @@ text.
 with made-up arguments in a few dialogues. `reset` gets the first row of --dataset. Without --reward, no reward function
 is checked.
 
+--sampler URL compares the weights of a vLLM server with those of --model, by the log-probs of fixed tokens.
+
 Exit code: 0 without warnings, 1 with warnings, 2 for wrong input.
 """
 
@@ -64,6 +66,8 @@ class CheckConfig(
     """Sample at this temperature."""
     max_samples: Count = 32
     """Read the first N rows."""
+    sampler: str | None = None
+    """Check that the vLLM server at this address has the weights of the model."""
 
 
 def check(argv: list[str]) -> int:
@@ -74,6 +78,8 @@ def check(argv: list[str]) -> int:
     )  # fmt: skip
     refuse_ranks("check")
     warnings = 0
+    if config.sampler is not None:
+        return _check_sampler(config)
     if config.tools or config.environment is not None:
         warnings += _check_environment(config)
         if not config.reward_funcs:
@@ -117,6 +123,21 @@ def check(argv: list[str]) -> int:
             f"{config.max_completion_length}; raise it, or ask for shorter answers"
         )
     return warnings + (cut > TRUNCATED)
+
+
+def _check_sampler(config):
+    """Compare the log-probs of a vLLM server with the model's. There are no warnings: other weights are an error."""
+    from fastgrpo.policy.load import load_policy
+    from fastgrpo.rollout.vllm import compare
+
+    path = config.model_name_or_path
+    if path is None:
+        raise ValueError("--sampler needs the model: pass --model DIR")
+    quiet_libraries()
+    policy, _ = load_policy(path, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code)
+    gap = compare(policy, config.sampler)
+    print(f"No problems found: the log-probs of fixed tokens differ by {gap:.2g} nats on average.")
+    return 0
 
 
 def _check_environment(config):

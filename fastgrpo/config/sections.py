@@ -35,7 +35,10 @@ PRM_AGGREGATIONS = ("min", "mean", "last", "product")
 HUB_DATA = {"gsm8k": "openai/gsm8k"}  # task -> its data set on the hub if dataset_name is None
 _ENGINE = "fastgrpo.rollout.engine.RolloutEngine"
 # Rollout backend -> its class, which `fastgrpo.rollout.make_backend` imports.
-ROLLOUT_BACKENDS = {"fast": _ENGINE, "eager": _ENGINE, "hf": "fastgrpo.rollout.hf.HFBackend"}
+ROLLOUT_BACKENDS = {
+    "fast": _ENGINE, "eager": _ENGINE, "hf": "fastgrpo.rollout.hf.HFBackend",
+    "vllm": "fastgrpo.rollout.vllm.VLLMBackend",
+}  # fmt: skip
 
 
 def _text(value):
@@ -145,10 +148,17 @@ class EngineConfig:
     max_num_seqs: AutoCount = None
     """Generate at most N completions at the same time. None (or auto) generates all of a step, at most 1,024 (256 with
     rollout_backend=hf), or as many as fit into memory."""
-    rollout_backend: Literal["auto", "fast", "eager", "hf"] = "auto"
+    rollout_backend: Literal["auto", "fast", "eager", "hf", "vllm"] = "auto"
     """Generate completions with this backend: fast is the engine of this package; eager is the same engine without CUDA
-    graphs (slower, less memory); hf is transformers' generate (slowest). auto is hf for models that the engine does not
-    support, and fast for all others."""
+    graphs (slower, less memory); hf is transformers' generate (slowest); vllm sends requests to vLLM servers. auto is
+    hf for models that the engine does not support, and fast for all others."""
+    vllm_server_base_url: Several[str] = ("http://127.0.0.1:8000",)
+    """Generate completions on the vLLM servers at these addresses, by least load."""
+    vllm_server_timeout: Positive = 240.0
+    """Wait at most N seconds while no vLLM server answers."""
+    vllm_weights_dir: str | None = None
+    """Write the weights for the vLLM servers into this folder, which they read. None takes the folder for temporary
+    files."""
     rollout_memory_utilization: Share = 0.7
     """Give the KV cache at most this share of the memory that weights, gradients, optimizer, LM head and activations
     leave free."""
@@ -444,9 +454,10 @@ class ObjectiveConfig:
     importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = (
         None
     )
-    """Correct for top_k, top_p, min_p and repetition_penalty: multiply the loss, without its KL term, by the ratio of
-    old policy to sampler. The ratio is per token or per sequence. If it is outside importance_sampling_clip_min and
-    importance_sampling_clip_max, truncate modes clip it, and mask modes set it to 0. None turns the correction off."""
+    """Correct for top_k, top_p, min_p, repetition_penalty and the rounding of vLLM servers: multiply the loss, without
+    its KL term, by the ratio of old policy to sampler. The ratio is per token or per sequence. If it is outside
+    importance_sampling_clip_min and importance_sampling_clip_max, truncate modes clip it, and mask modes set it to 0.
+    None turns the correction off."""
     importance_sampling_clip_max: Positive | None = 3.0
     """Bound the ratio of old policy to sampler from above. None sets no bound."""
     importance_sampling_clip_min: NotNegative | None = None

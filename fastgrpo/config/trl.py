@@ -160,6 +160,25 @@ def generation(stated: Stated) -> dict[str, Any]:
     return settings
 
 
+def served(stated: Stated) -> dict[str, Any]:
+    """Translate use_vllm: with vllm_mode=server, completions and importance weights are those of vLLM servers."""
+    mode = stated.get("vllm_mode", "colocate")
+    if mode not in ("server", "colocate"):
+        raise ValueError(f"vllm_mode={mode!r} is not supported; use 'server' or 'colocate'")
+    if mode == "colocate" or not stated.get("use_vllm"):
+        return {}
+    made = {"rollout_backend": "vllm"}
+    if not stated.get("vllm_server_base_url"):
+        host, port = stated.get("vllm_server_host", "127.0.0.1"), stated.get("vllm_server_port", 8000)
+        made["vllm_server_base_url"] = f"http://{host}:{port}"
+    if stated.get("vllm_importance_sampling_correction", True) and stated.get("loss_type") != "vespo":
+        cap = stated.get("vllm_importance_sampling_cap") or 3.0
+        bounds = {"mode": "sequence_mask", "clip_max": cap, "clip_min": None}
+        for name, default in bounds.items():
+            made[f"importance_sampling_{name}"] = stated.get(f"vllm_importance_sampling_{name}", default)
+    return made
+
+
 # fmt: off
 # Arguments of other names -> the function that translates them, and a description.
 TRANSLATED = [
@@ -182,6 +201,13 @@ TRANSLATED = [
     ("generation_kwargs", generation,
      "temperature, top_k, top_p, min_p and repetition_penalty set the settings with the same names; max_new_tokens "
      "sets max_completion_length. Options that do not change sampling have no effect. Other options raise an error."),
+    ("use_vllm vllm_mode vllm_server_host vllm_server_port vllm_importance_sampling_correction "
+     "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
+     "vllm_importance_sampling_cap", served,
+     "use_vllm=True with vllm_mode=server sets rollout_backend=vllm, vllm_server_base_url, and the settings "
+     "importance_sampling_mode, importance_sampling_clip_max and importance_sampling_clip_min, with TRL's defaults. "
+     "Start the servers as in docs/serving.md, not by `trl vllm-serve`. With vllm_mode=colocate, and without use_vllm, "
+     "these arguments have no effect: the engine generates completions in this process."),
     ("use_cpu", lambda stated: {"device": "cpu"} if stated["use_cpu"] else {}, "True sets device=cpu."),
     ("warmup_ratio", lambda stated: {} if stated.get("warmup_steps") else {"warmup_steps": stated["warmup_ratio"]},
      "Sets warmup_steps to the same number; a number below 1 is a share of all updates."),
@@ -196,7 +222,7 @@ delta sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos ves
 multi_objective_aggregation loss_type mask_truncated_completions sync_ref_model ref_model_mixup_alpha entropy_coef
 use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target off_policy_mask_threshold
 use_bias_correction_kl report_to warmup_steps epsilon_high router_aux_loss_coef
-importance_sampling_level max_tool_calling_iterations
+importance_sampling_level max_tool_calling_iterations vllm_server_timeout
 """
 _COUNT = "With batch arguments, the value counts updates, and "
 # Others of the same name -> what differs from TRL.
@@ -219,13 +245,15 @@ SAME = {**dict.fromkeys(_PLAIN.split(), ""),
     "eval_on_start": "If eval_strategy is set, the default is False.",
     "metric_for_best_model": "eval_accuracy means eval/accuracy in metrics.jsonl. `reward` means the training reward "
     "(in TRL: eval_reward), and raises an error with EarlyStoppingCallback.",
+    "vllm_server_base_url": "Also takes a list.",
     "reward_weights": "None or empty gives each function a weight of 1.",
     "scale_rewards": "Also takes True (group) and False (none).",
     "top_entropy_quantile": "The share refers to the tokens of an update; in TRL, to a micro-batch of all processes.",
 }
 # TRL's defaults of settings whose default differs here.
 OTHER_DEFAULTS = {"gradient_checkpointing": True, "use_liger_kernel": False, "disable_tqdm": None,
-                  "report_to": "none", "eval_on_start": False, "reward_weights": None, "optim": "adamw_torch_fused"}
+                  "report_to": "none", "eval_on_start": False, "reward_weights": None, "optim": "adamw_torch_fused",
+                  "vllm_server_base_url": None}
 # Arguments that have no effect on results, and why.
 IDLE = [
     ("cast_lm_head_to_fp32", "Logits are computed in float32 from weights in any dtype."),
@@ -233,12 +261,9 @@ IDLE = [
      "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order",
      "Rows are read in the trainer's process, without a DataLoader."),
     ("data_seed train_sampling_strategy length_column_name", "seed and shuffle_dataset set the order of prompts."),
-    ("vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url "
-     "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization "
-     "vllm_max_model_length vllm_tensor_parallel_size vllm_importance_sampling_correction "
-     "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
-     "vllm_importance_sampling_cap",
-     "They need use_vllm, which is not supported. importance_sampling_mode corrects for top_k, top_p and min_p."),
+    ("vllm_model_impl vllm_enable_sleep_mode vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length "
+     "vllm_tensor_parallel_size",
+     "A vLLM server has its own options, and the engine needs none of these."),
     ("use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged "
      "cache_implementation use_cache pad_to_multiple_of", "The engine has continuous batching and its own KV cache."),
     ("local_rank ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend "
@@ -260,7 +285,7 @@ IDLE = [
 ]
 # Arguments that must be off or have TRL's default, and what to do instead.
 REFUSED = [
-    ("use_vllm", "leave it out: the engine generates completions in this process"),
+    ("vllm_structured_outputs_regex", "leave it out: no backend constrains what the model generates"),
     ("deepspeed fsdp fsdp_config parallelism_config accelerator_config", "use parallel='fsdp2' under torchrun"),
     ("optim_args optim_target_modules", "leave it out: optim needs no arguments"),
     ("torch_compile torch_compile_backend torch_compile_mode liger_kernel_config",

@@ -13,7 +13,14 @@ from fastgrpo.config.fields import keywords
 # The condition, in words that follow "has an effect only if" -> when it holds, and the settings that need it.
 ONLY_WHERE = {
     "task is reasoning_gym": (lambda s: s.task == "reasoning_gym", "reasoning_gym_tasks"),
-    "rollout_backend is not hf": (lambda s: s.rollout_backend != "hf", "rollout_memory_utilization"),
+    "rollout_backend is neither hf nor vllm": (
+        lambda s: s.rollout_backend not in ("hf", "vllm"),
+        "rollout_memory_utilization",
+    ),
+    "rollout_backend is vllm": (
+        lambda s: s.rollout_backend == "vllm",
+        "vllm_server_base_url vllm_server_timeout vllm_weights_dir",
+    ),
     "use_peft is True": (lambda s: s.use_peft, "lora_r lora_alpha lora_target_modules"),
     "max_steps is -1 (the recipe of a task may set max_steps: pass --max_steps -1)": (
         lambda s: s.max_steps == -1,
@@ -51,6 +58,7 @@ quiet log_completions num_completions_to_print output_dir overwrite_output_dir
 logging_steps logging_first_step disable_tqdm eval_steps eval_on_start save_steps save_total_limit
 metric_for_best_model greater_is_better resume_from_checkpoint profile report_to run_name project
 push_to_hub hub_model_id hub_private_repo parallel ddp_timeout activation_offloading
+vllm_server_base_url vllm_server_timeout vllm_weights_dir
 """
 # Settings that it may change with a warning: it then does not continue bit for bit.
 RESUME_INEXACT = """

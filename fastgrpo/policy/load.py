@@ -36,7 +36,7 @@ from fastgrpo.policy.model import Policy, narrow_window
 
 logger = logging.getLogger(__name__)
 # Whether a rollout backend comes with the model's own attention; None: if packed attention does not support the model.
-OWN_ATTENTION = {"auto": None, "fast": False, "eager": False, "hf": True}
+OWN_ATTENTION = {"auto": None, "fast": False, "eager": False, "hf": True, "vllm": False}
 
 
 @contextmanager

@@ -82,6 +82,7 @@ METRICS = {
     "sampler, nats",
     "sampling/sampling_logp_difference/max": "largest such difference, nats",
     "rollout/logp_gap": "mean absolute difference of the sampler's and the trainer's log-probs of active tokens, nats",
+    "rollout/kl": "KL divergence (k3 estimate) from the sampler to the trainer's policy, nats per active token",
     "head/kept_columns": "share of the vocabulary over which the head's backward pass runs, with "
     "--head_backward_tolerance",
     "head/dropped_mass": "largest share of the probability besides the drawn token that the gradient of a token "

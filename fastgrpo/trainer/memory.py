@@ -267,14 +267,16 @@ class _Planner:
         self.drawing = 0  # maximum number of completions that draw at the same time
         self.in_all = math.inf  # tokens of a step; the lengths of examples are not yet known
         if self.grpo:
-            group, hf = [config.max_completion_length] * config.num_generations, config.rollout_backend == "hf"
+            group = [config.max_completion_length] * config.num_generations
+            self.in_all = -(-config.prompts_per_step // ranks) * (prompt_tokens + sum(group))
+        if self.grpo and config.rollout_backend != "vllm":
+            hf = config.rollout_backend == "hf"
             self.requests = [(prompt_tokens, group)] * -(-config.oversampled(config.prompts_per_step) // ranks)
             most = config.max_num_seqs or max(HFBackend.MOST if hf else MOST_LANES, len(group))
             wanted = len(self.requests) * len(group)
             self.drawing = min(most, wanted)
             self.most = wanted if waits and not hf else self.drawing  # completions that wait keep their slots
             self.fewest = min(self.most, len(group))
-            self.in_all = -(-config.prompts_per_step // ranks) * (prompt_tokens + sum(group))
             copied, width = copied_tokens(self.requests, most), head_dim(model.config.get_text_config())
             # The hf backend copies the prompt for each completion, like sdpa.
             self.flat = hf or choose_provider("auto", device, dtype, width, copied) == "sdpa"
@@ -349,7 +351,7 @@ class _Planner:
         token = products + 2 * recomputed / layers + (PASS_SHARDED if self.sharded else PASS) / tokens
         if not self.grpo:
             return token
-        steps = self.config.max_completion_length * self.most / lanes
+        steps = self.config.max_completion_length * self.most / max(lanes, 1)  # vLLM servers draw without lanes
         decode = DECODE_STEP * (APART if self.count.adapters and not merged else 1)
         return self.config.num_iterations * self.in_all * token + steps * decode
 
@@ -361,7 +363,8 @@ class _Planner:
     def _slots(self, lanes):
         """Compute the part of keys and values of so many completions at the same time."""
         if not self.requests:
-            return Part("KV cache", 0, "evaluations use a share of the remaining memory")
+            how = "in the vLLM servers" if self.grpo else "evaluations use a share of the remaining memory"
+            return Part("KV cache", 0, how)
         token = kv_token_bytes(self.model.config.get_text_config(), self.dtype)
         slots = fit(self.requests, lanes, token, math.inf, self.flat)
         completions = f"{lanes:,} completions" + f" of {self.most:,}" * (lanes < self.most)

@@ -157,8 +157,10 @@ class Meter:
             whole = name in (*SUMMED, *LARGEST) or name.rpartition("/")[2] in EXTREMES
             measured[name] = value if whole else value * tokens
         if batch.old_logps is None and batch.rollout_logps is not None:
-            gap = (out.logps - batch.rollout_logps).abs() * out.active
+            apart = (out.logps - batch.rollout_logps) * out.active
+            gap, kl = apart.abs(), apart.expm1() - apart
             measured |= {"rollout/logp_gap": gap.sum(), "rollout/logp_gap_max": gap.max(), "first_tokens": tokens}
+            measured["rollout/kl"] = kl.sum()
         for name, value in measured.items():
             self.entries[name].append((update, value))
 
@@ -177,7 +179,8 @@ class Meter:
         if not parts.get("loss"):  # every group has equal rewards, so no update was computed
             return values | {"loss": 0.0, "policy_loss": 0.0}
         tokens, first = sum(parts.pop("active_tokens")), sum(parts.pop("first_tokens", []))
-        per = {"loss": sum(taken), "policy_loss": sum(taken), "rollout/logp_gap": max(first, 1)}
+        per = {"loss": sum(taken), "policy_loss": sum(taken)}
+        per |= dict.fromkeys(("rollout/logp_gap", "rollout/kl"), max(first, 1))
         for name, part in parts.items():
             extreme = "max" if name in LARGEST else name.rpartition("/")[2]
             if extreme not in EXTREMES:

@@ -30,7 +30,9 @@ CASES = {
     "importance_sampling_mode": ({"importance_sampling_mode": "token_mask"}, {}),
     "loss_type is sapo": ({"loss_type": "sapo"}, {}), "loss_type is vespo": ({"loss_type": "vespo"}, {}),
     "beta": ({"beta": 0.1}, {}), "sync_ref_model": ({"beta": 0.1, "sync_ref_model": True}, {}),
-    "rollout_backend": ({}, {"rollout_backend": "hf"}), "use_adaptive_entropy": ({"use_adaptive_entropy": True}, {}),
+    "rollout_backend is neither": ({}, {"rollout_backend": "hf"}),
+    "rollout_backend is vllm": ({"rollout_backend": "vllm"}, {}),
+    "use_adaptive_entropy": ({"use_adaptive_entropy": True}, {}),
 }  # fmt: skip
 
 

@@ -128,6 +128,9 @@ def test_contradictory_or_fractional_arguments_are_refused(named, arguments):
         GRPOConfig(**arguments)
 
 
+SERVED = {"use_vllm": True, "vllm_mode": "server"}
+
+
 @pytest.mark.parametrize(
     "arguments, made",
     [
@@ -154,6 +157,16 @@ def test_contradictory_or_fractional_arguments_are_refused(named, arguments):
         ({"bf16": True, "model_init_kwargs": {"dtype": "float32"}}, {"dtype": "bfloat16"}),
         ({"model_init_kwargs": {"torch_dtype": torch.bfloat16, "trust_remote_code": True, "use_cache": False}},
          {"dtype": "bfloat16", "trust_remote_code": True}),
+        # vLLM servers
+        ({"use_vllm": True}, {"rollout_backend": "auto", "importance_sampling_mode": None}),
+        (SERVED, {"rollout_backend": "vllm", "vllm_server_base_url": ("http://127.0.0.1:8000",),
+                  "importance_sampling_mode": "sequence_mask", "importance_sampling_clip_max": 3.0}),
+        (SERVED | {"vllm_server_host": "h", "vllm_server_port": 9, "vllm_importance_sampling_correction": False},
+         {"vllm_server_base_url": ("http://h:9",), "importance_sampling_mode": None}),
+        (SERVED | {"vllm_server_base_url": "http://h:9", "vllm_importance_sampling_mode": "token_truncate",
+                   "vllm_importance_sampling_clip_max": 2.0, "vllm_importance_sampling_clip_min": 0.5},
+         {"vllm_server_base_url": ("http://h:9",), "importance_sampling_mode": "token_truncate",
+          "importance_sampling_clip_max": 2.0, "importance_sampling_clip_min": 0.5}),
         # the rest
         ({"scale_rewards": True}, {"scale_rewards": "group"}), ({"scale_rewards": False}, {"scale_rewards": "none"}),
         ({"report_to": None}, {"report_to": ("none",)}), ({"use_cpu": True}, {"device": "cpu"}),

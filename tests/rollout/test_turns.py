@@ -1,16 +1,16 @@
 """Completions with several turns: answers that arrive at any time change neither tokens nor log-probs."""
 
-from concurrent.futures import Future
 from functools import cache
 
 import pytest
 import tiny
 import torch
+from dialogues import Scripted
 from drawing import PROMPTS, finish
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fastgrpo.data.records import Prompt, StopReason, Turn
+from fastgrpo.data.records import Prompt, StopReason
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, score
 from fastgrpo.rollout import engine as engine_module
@@ -22,37 +22,6 @@ from fastgrpo.rollout.sampling import SamplingParams
 
 LIMIT, STOPS = 30, tuple(range(0, 64, 5))
 model_of = cache(tiny.model)
-
-
-class Scripted:
-    """Answers turn i with the tokens answers[i], and ends the completion after these. An answer takes `delay` ticks."""
-
-    def __init__(self, answers, delay=0):
-        self.answers, self.delay, self.quick = answers, delay, False
-        self.turns, self.pending, self.closed = [], [], []
-
-    def answer(self, ids, room):
-        self.turns.append(ids)
-        future, number = Future(), len(self.turns) - 1
-        turn = Turn(reason=StopReason.STOP)
-        if number < len(self.answers):
-            fits = len(self.answers[number]) <= room
-            turn = Turn(self.answers[number]) if fits else Turn(reason=StopReason.LENGTH)
-        self.pending.append([self.delay, future, turn])
-        if not self.delay:
-            self.tick(0)
-        return future
-
-    def tick(self, passed=1):
-        for entry in self.pending:
-            entry[0] -= passed
-        for due, future, turn in self.pending:
-            if due <= 0:
-                future.set_result(turn)
-        self.pending = [entry for entry in self.pending if entry[0] > 0]
-
-    def close(self, reason):
-        self.closed.append(reason)
 
 
 def rollouts_of(engine, scripts, sampling, monkeypatch):

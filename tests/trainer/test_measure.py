@@ -106,3 +106,4 @@ def test_compares_log_probs_of_the_rollout_only_on_the_first_update():
     meter.add(output(0.0, 2, (-9.0, -9.0)), batch(old_logps=drawn, rollout_logps=drawn), 1)
     values = meter.values([1.0, 1.0])
     assert values["rollout/logp_gap"] == 0.25 and values["rollout/logp_gap_max"] == 0.5
+    assert values["rollout/kl"] == pytest.approx((math.exp(-0.5) - 0.5) / 2)

@@ -1,0 +1,70 @@
+"""Proves that a sampler elsewhere has the policy's weights: both compute the log-probs of the same fixed tokens.
+
+Such a sampler can answer without an error and keep old weights, or a part of them. Training would then continue on
+samples of another policy, and no metric of the reward would show it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from fastgrpo.data.records import Sample
+from fastgrpo.policy.model import Policy
+from fastgrpo.policy.ref_model import Scoring, score
+
+TOKENS = 48
+# Largest mean difference of log-probs in nats, by the dtype of the weights.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+CLEAR = 4.0  # a smaller difference counts too if it exceeds the first one by this factor, and ...
+PART = 0.1  # ... this share of what the update changed
+SHOWS = 0.01  # an update changes some bits of a sampler if it changes the policy by this share of the first difference
+
+
+class Probe:
+    """The log-probs of fixed tokens under the policy, and those that each sampler gave.
+
+    Attributes:
+        ids: The tokens, of which all but the first are scored.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.logps, self.seen = policy, None, {}
+        vocabulary = policy.module.get_input_embeddings().num_embeddings // 2  # the last embeddings may be padding
+        self.ids = torch.randint(vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def update(self) -> bool:
+        """Score the tokens under the present policy. Return whether their log-probs have changed."""
+        (scored,) = score(self.policy, [Sample(self.ids[:1], self.ids[1:])], Scoring(1.0, TOKENS))
+        before, self.logps = self.logps, scored.double().cpu()
+        return before is None or not torch.equal(before, self.logps)
+
+    def check(self, given: Sequence[float], sampler: str) -> float:
+        """Compare the log-probs of a sampler with those of the last `update`, and return their mean difference.
+
+        The difference must be within the tolerance. If the policy has changed since the sampler's last check, its
+        log-probs must have changed too, and come closer than `PART` of this change, except for rounding.
+
+        Raises:
+            ValueError: The sampler has other weights.
+        """
+        given, allowed = torch.tensor(given, dtype=torch.float64), TOLERANCE[self.policy.dtype]
+        gap, told = _mean(given, self.logps), ""
+        noise, before, old = self.seen.get(sampler, (gap, self.logps, None))
+        moved = _mean(self.logps, before)
+        if moved:
+            allowed = min(allowed, max(CLEAR * noise, PART * moved))
+            told = f"; the update changed the policy's by {moved:.3g}, and the sampler's by {_mean(given, old):.3g}"
+        unchanged = moved > noise * SHOWS and torch.equal(given, old)
+        if gap <= allowed and not unchanged:
+            self.seen[sampler] = noise, self.logps, given
+            return gap
+        raise ValueError(
+            f"{sampler} does not have the policy's weights: its log-probs of {TOKENS - 1} fixed tokens differ by "
+            f"{gap:.3g} nats on average, and at most {allowed:.3g} is allowed{told}. The first token has "
+            f"{given[0]:.6f} there, and {self.logps[0]:.6f} here. Check that the server runs in the dtype of the "
+            "policy, with the command in docs/serving.md, and restart it"
+        )
+
+
+def _mean(one, other):
+    return (one - other).abs().mean().item()

@@ -1,0 +1,354 @@
+"""Rollouts on vLLM servers: token ids in, token ids and log-probs out.
+
+A group is one request for n completions; with tools, each later turn of a completion is a request. A request goes to
+the server with the fewest completions. A server that fails is left out, and its requests are sent to the others. It is
+tried again before the next rollout, or when no other is left.
+
+Before a rollout, if the policy has changed, its weights are written to a new folder, which every server loads. A
+`Probe` then compares the log-probs of each server with the policy's. The servers run
+
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL --enable-scale-out \
+      --logprobs-mode processed_logprobs --worker-extension-cls fastgrpo.integrations.vllm.LoadPolicy
+"""
+
+import asyncio
+import logging
+import random
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import torch.distributed as dist
+from transformers.utils import logging as transformers_logging
+
+from fastgrpo.data.records import Sample, StopReason
+from fastgrpo.policy.lora import has_adapters, merged
+from fastgrpo.policy.model import Policy
+from fastgrpo.rollout.backend import RolloutBackend
+from fastgrpo.rollout.hf import Lane
+from fastgrpo.rollout.probe import Probe
+
+logger = logging.getLogger(__name__)
+
+VERSION = "0.32."  # of vLLM; the forms of requests and replies are those of this version
+GENERATE = "/inference/v1/generate"
+PATIENCE = 10.0  # seconds without a reply before a server must answer that it is alive, within as many
+AGAIN = 0.5  # seconds between two tries of a server that failed
+TRIES = 4  # servers that may fail at one request
+SEED_BITS = 62
+
+
+class ServerFailed(Exception):
+    """A server does not answer, or not as it should."""
+
+
+@dataclass(eq=False)
+class Server:
+    """A server.
+
+    Attributes:
+        url: Its address.
+        client: Its connections.
+        completions: Number of completions that it draws now.
+        version: Name of its weights; None if unknown.
+        problem: Why it is left out, or None.
+    """
+
+    url: str
+    client: httpx.AsyncClient
+    completions: int = 0
+    version: str | None = None
+    problem: str | None = "not tried"
+
+    async def call(self, method: str, route: str, timeout: float | None = None, /, **body: Any) -> Any:
+        """Send a request, and return the JSON of the reply.
+
+        Raises:
+            ServerFailed: The server failed.
+            ValueError: It refused the request.
+        """
+        sending = asyncio.ensure_future(self.client.request(method, route, json=body or None, timeout=timeout))
+        try:
+            while not (await asyncio.wait({sending}, timeout=PATIENCE))[0]:
+                await self._check_health()
+            reply = await sending
+        except httpx.HTTPError as error:
+            raise ServerFailed(f"{type(error).__name__}: {error}") from None
+        finally:
+            sending.cancel()
+        if reply.is_success:
+            return reply.json() if reply.content else None
+        if reply.status_code >= 500:
+            await self._check_health()
+        raise ValueError(
+            f"the vLLM server {self.url} refused {route} with code {reply.status_code}: {reply.text[:500]}; "
+            "docs/serving.md has the command that starts a server"
+        )
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        """Return the log-prob of each token but the first. `call` has the errors."""
+        model = (await self.call("GET", "/v1/models"))["data"][0]["id"]
+        body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        scored = (await self.call("POST", "/v1/completions", **body))["choices"][0]["prompt_logprobs"]
+        return [entry[str(token)]["logprob"] for token, entry in zip(ids[1:], scored[1:], strict=True)]
+
+    async def _check_health(self):
+        try:
+            (await self.client.get("/health", timeout=PATIENCE)).raise_for_status()
+        except httpx.HTTPError as error:
+            raise ServerFailed(f"/health: {type(error).__name__}: {error}") from None
+
+
+def compare(policy: Policy, url: str) -> float:
+    """Compare the log-probs of fixed tokens under a policy and under the weights of a vLLM server.
+
+    Returns:
+        The mean difference in nats.
+
+    Raises:
+        ValueError: It exceeds the tolerance of the policy's dtype, or the server does not answer as vLLM does.
+    """
+    probe = Probe(policy)
+    probe.update()
+
+    async def ask() -> list[float]:
+        async with httpx.AsyncClient(base_url=url, timeout=None) as client:
+            return await Server(url, client).score(probe.ids)
+
+    try:
+        return probe.check(asyncio.run(ask()), f"the server {url}")
+    except (ServerFailed, KeyError, TypeError) as error:
+        raise ValueError(f"the server {url} does not score tokens as vLLM does: {error}") from None
+
+
+class VLLMBackend(RolloutBackend):
+    """Draws completions on vLLM servers.
+
+    The drawn tokens of a request that is aborted within a turn are not counted.
+
+    Args:
+        model: The policy: a `Policy`, or a transformers causal LM.
+        max_num_seqs: Maximum number of completions in flight, on all servers together.
+        base_urls: Addresses of the servers.
+        timeout: Seconds to wait while no server answers.
+        weights_dir: Folder for the weights, which the servers can read. None means the one for temporary files.
+
+    Raises:
+        ValueError: A server has another version or other options than needed, or there are several processes.
+        ConnectionError: A server does not answer in time.
+    """
+
+    def __init__(
+        self, model: Any, max_num_seqs: int | None = None, *, base_urls: Sequence[str], timeout: float = 240.0,
+        weights_dir: str | Path | None = None,
+    ):  # fmt: skip
+        super().__init__(model, max_num_seqs)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError("rollout_backend=vllm supports one process; start the run without torchrun")
+        self.timeout, self.probe = timeout, Probe(self.policy)
+        self.folder = tempfile.TemporaryDirectory(prefix="fastgrpo-", dir=weights_dir)
+        self.version, self.written = None, 0
+        self.running, self.flying = {}, {}  # request_id -> its lanes; future of a reply or an answer -> its lanes
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request
+        transformers_logging.disable_progress_bar()  # of each file of weights
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="fastgrpo-vllm", daemon=True).start()
+        options = {"timeout": None, "limits": httpx.Limits(max_connections=None)}
+        self.servers = [Server(url, httpx.AsyncClient(base_url=url, **options)) for url in base_urls]
+        self.reviving = asyncio.Lock()
+        self._wait(self._connect())
+
+    @classmethod
+    def from_config(cls, policy: Policy, config: Any, reserved: Callable[[], int] | None = None) -> "VLLMBackend":
+        """Create the backend from settings."""
+        return cls(
+            policy, config.max_num_seqs, base_urls=config.vllm_server_base_url, timeout=config.vllm_server_timeout,
+            weights_dir=config.vllm_weights_dir,
+        )  # fmt: skip
+
+    def _wait(self, work: Awaitable) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def _check(self, request, n):
+        super()._check(request, n)
+        if request.sampling.filters or request.sampling.penalizes:
+            raise ValueError(
+                "rollout_backend=vllm supports no top_k, top_p, min_p or repetition_penalty, because vLLM returns no "
+                "log-probs of the full distribution with them; leave them out"
+            )
+
+    # Completions.
+
+    def step(self) -> dict[int, list[Sample]]:
+        """Send waiting requests, and wait for the next reply of a server or answer of a tool."""
+        if not self.unfinished:
+            return {}
+        if not self.flying:
+            self._sync()
+        busy = sum(map(len, self.running.values()))
+        while self.waiting and busy + len(self.waiting[0].limits) <= self.max_num_seqs:
+            request = self.waiting.popleft()
+            busy += len(request.limits)
+            lanes = [Lane(request, number) for number in range(len(request.limits))]
+            self.running[request.request_id] = lanes
+            together = request.sampling.temperature > 0 and len({*request.limits}) == 1
+            for part in [lanes] if together else [[lane] for lane in lanes]:
+                self._send(part)
+        self.live_lanes.append(busy)
+        done, _ = wait([*self.flying], return_when=FIRST_COMPLETED)
+        for future in done:
+            self._receive(future, self.flying.pop(future))
+        ended = [number for number, lanes in self.running.items() if all(lane.sample for lane in lanes)]
+        for number in ended:
+            del self.unfinished[number]
+        return {number: [lane.sample for lane in self.running.pop(number)] for number in ended}
+
+    def _send(self, lanes):
+        """Request the next turn of a lane, or the first turn of all lanes of a group."""
+        request, lane = lanes[0].request, lanes[0]
+        seed = random.Random(f"{request.sampling.seed} {request.draw_key} {len(lane.logps)}").getrandbits(SEED_BITS)
+        body = {
+            "token_ids": request.prompt_ids + lane.ids,
+            "cache_salt": self.version,  # keys and values of other weights stay in the server's prefix cache
+            "sampling_params": {
+                # vLLM seeds completion i with seed + i. It stops at stop_token_ids, not at the model's own.
+                "n": len(lanes), "seed": seed + lane.number, "max_tokens": lane.left,
+                "temperature": request.sampling.temperature, "stop_token_ids": list(request.sampling.stop_token_ids),
+                "ignore_eos": True, "detokenize": False, "logprobs": 0, "output_kind": 2,
+            },
+        }  # fmt: skip
+        self.flying[asyncio.run_coroutine_threadsafe(self._draw(body), self.loop)] = lanes
+
+    def _receive(self, future, lanes):
+        """Add what was drawn or answered, and request the next turns."""
+        if future is lanes[0].answer:
+            lanes[0].resume()
+        else:
+            for lane, choice in zip(lanes, future.result(), strict=True):
+                logps = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
+                lane.draw(choice["token_ids"], logps, None)
+        for lane in lanes:
+            if lane.answer is not None:
+                self.flying[lane.answer] = [lane]
+            elif lane.sample is None:
+                self._send([lane])
+
+    def _stop(self, request):
+        """Cancel a request: the server drops it when its connection closes."""
+        lanes = self.running.pop(request.request_id)
+        for future in [future for future, flying in self.flying.items() if flying[0].request is request]:
+            if self.flying.pop(future)[0].answer is not future:
+                future.cancel()
+        for lane in lanes:
+            if lane.sample is None and request.dialogues:
+                request.dialogues[lane.number].close(StopReason.ABORTED)
+        return sum(sum(lane.mask) for lane in lanes)
+
+    async def _draw(self, body):
+        """Draw completions on the server with the fewest; if it fails, on another one. Return them in order."""
+        count = body["sampling_params"]["n"]
+        for _ in range(TRIES):
+            server = await self._choose()
+            server.completions += count
+            try:
+                choices = (await server.call("POST", GENERATE, **body))["choices"]
+                versions = {part["version"] for choice in choices for part in choice["weight_versions"]}
+                if versions != {self.version}:  # it was started again
+                    raise ServerFailed(f"it drew with the weights {versions}, not {self.version}")
+                return sorted(choices, key=lambda choice: choice["index"])
+            except ServerFailed as error:
+                self._leave_out(server, error)
+            finally:
+                server.completions -= count
+        raise ConnectionError(f"{TRIES} servers failed at the same request; the last one: {server.problem}")
+
+    # Servers and weights.
+
+    async def _connect(self):
+        """Wait until all servers answer, and check their versions and options."""
+        await asyncio.gather(*(self._until_timeout(self._inspect, server) for server in self.servers))
+
+    async def _until_timeout(self, work, *servers):
+        """Try to use a server until one works. Raise ConnectionError if none does in time."""
+        end = time.monotonic() + self.timeout
+        while True:
+            for server in servers:
+                try:
+                    return await work(server)
+                except ServerFailed as error:
+                    server.problem = str(error)
+            if time.monotonic() > end:
+                problems = "; ".join(f"{server.url}: {server.problem}" for server in servers)
+                raise ConnectionError(
+                    f"no answer of a vLLM server for {self.timeout:g} s ({problems}); start it, or raise "
+                    "vllm_server_timeout"
+                )
+            await asyncio.sleep(AGAIN)
+
+    async def _inspect(self, server):
+        version = (await server.call("GET", "/version", PATIENCE))["version"]
+        if not version.startswith(VERSION):
+            raise ValueError(f"the vLLM server {server.url} has version {version}; install vLLM {VERSION}*")
+        # The first call collects facts about the server's environment.
+        info = await server.call("GET", "/server_info?config_format=json", self.timeout)
+        mode = info["vllm_config"]["model_config"]["logprobs_mode"]
+        if mode != "processed_logprobs":
+            raise ValueError(
+                f"the vLLM server {server.url} has logprobs_mode={mode}; start it with --logprobs-mode "
+                "processed_logprobs, so that log-probs are those of the temperature"
+            )
+
+    def _leave_out(self, server, error):
+        if server.problem is None:
+            logger.warning("the vLLM server %s is left out: %s", server.url, error)
+        server.problem, server.version = str(error), None
+
+    async def _choose(self):
+        """Return the server with the fewest completions. If all are left out, wait for one."""
+        async with self.reviving:
+            if all(server.problem for server in self.servers):
+                await self._until_timeout(self._load, *self.servers)
+        return min((s for s in self.servers if s.problem is None), key=lambda server: server.completions)
+
+    @torch.no_grad()
+    def _sync(self):
+        """Let all servers load the policy's weights, if they have others, and compare log-probs."""
+        if self.probe.update():
+            root = Path(self.folder.name)
+            before, self.written = root / str(self.written), self.written + 1
+            path, module = root / str(self.written), self.policy.module
+            if has_adapters(module):
+                merged(module).save_pretrained(path)
+            else:
+                module.save_pretrained(path, state_dict=dict(self.policy.whole_parameters()))
+            shutil.rmtree(before, ignore_errors=True)
+            self.version = f"{root.name}-{self.written}"
+        self._wait(self._load_all())
+
+    async def _load_all(self):
+        async def load(server):
+            try:
+                await self._load(server)
+            except ServerFailed as error:
+                self._leave_out(server, error)
+
+        await asyncio.gather(*map(load, self.servers))
+
+    async def _load(self, server):
+        """Let a server load the newest weights, and prove that it has them."""
+        if server.version != self.version:
+            if server.problem is not None:
+                await self._inspect(server)
+            path = str(Path(self.folder.name) / str(self.written))
+            await server.call("POST", "/collective_rpc", method="load_policy", args=[path])
+            await server.call("POST", "/update_weight_version", new_version=self.version)
+            self.probe.check(await server.score(self.probe.ids), f"the vLLM server {server.url}")
+        server.version, server.problem = self.version, None

@@ -1,0 +1,109 @@
+"""The vLLM backend with a real server on a CPU (make test-vllm)."""
+
+import os
+import signal
+import socket
+import subprocess
+
+import pytest
+import torch
+from paths import ROOT
+from runs import lines, make_trainer
+from updates import rising
+
+from fastgrpo.policy.load import load_policy
+from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.rollout.vllm import GENERATE, Server, VLLMBackend, compare
+
+PYTHON, MODEL = (os.environ.get(f"FASTGRPO_VLLM{name}", "") for name in ("", "_MODEL"))
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="needs make test-vllm")]
+OPTIONS = (
+    "--dtype float32 --max-model-len 512 --enforce-eager --host 127.0.0.1 --enable-scale-out --logprobs-mode "
+    "processed_logprobs --worker-extension-cls fastgrpo.integrations.vllm.LoadPolicy"
+)
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENGINE_READY_TIMEOUT_S": "1800", "PYTHONPATH": str(ROOT),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder that vLLM reads; the recipe's has a GGUF file."""
+    policy, tokenizer = load_policy(MODEL, dtype="float32", device="cpu")
+    folder = tmp_path_factory.mktemp("model")
+    policy.module.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+class RealServer:
+    def __init__(self, model):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *OPTIONS.split()]
+        self.command, self.url = [*command, "--port", str(port)], f"http://127.0.0.1:{port}"
+        self.start()
+
+    def start(self):
+        self.process = subprocess.Popen(
+            self.command, env=os.environ | ENVIRONMENT, cwd=ROOT / "docs", start_new_session=True
+        )
+
+    def kill(self):
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    made = RealServer(model)
+    yield made
+    made.kill()
+
+
+def test_weights_of_an_update_give_the_engines_tokens_and_a_stale_head_fails_the_probe(server, model, monkeypatch):
+    url = server.url
+    policy, tokenizer = load_policy(model, dtype="float32", device="cpu")
+    prompts = [tokenizer(text)["input_ids"] for text in ("What is 3 + 4?", "Name a colour.", "Count to five:")]
+    sampling = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=(0, 2))
+    backend, engine = VLLMBackend(policy, base_urls=[url], timeout=1800), RolloutEngine(policy)
+    for _ in range(2):
+        for one, other in zip(*(it.generate(prompts, 1, sampling) for it in (backend, engine)), strict=True):
+            assert (one.ids, one.finish_reason) == (other.ids, other.finish_reason)
+            torch.testing.assert_close(one.logps, other.logps, atol=1e-3, rtol=0)
+        assert compare(policy, url) < 1e-3
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.mul_(1.01)
+    call = Server.call
+
+    def without_extension(self, method, route, timeout=None, /, **body):
+        if route == "/collective_rpc":
+            body = {"method": "reload_weights", "kwargs": {"weights_path": body["args"][0]}}
+        return call(self, method, route, timeout, **body)
+
+    monkeypatch.setattr(Server, "call", without_extension)
+    with pytest.raises(ValueError, match="does not have the policy's weights"):
+        backend.generate(prompts, 1, sampling)
+
+
+@pytest.mark.usefixtures("without_curves")
+def test_training_goes_on_when_the_server_is_killed_within_a_step(server, model, tmp_path, monkeypatch):
+    call, drawn = Server.call, []
+
+    async def killed(self, method, route, timeout=None, /, **body):
+        if route == GENERATE:
+            drawn.append(body)
+            if len(drawn) == 3:  # the first group of the second step
+                server.kill()
+                server.start()
+        return await call(self, method, route, timeout, **body)
+
+    monkeypatch.setattr(Server, "call", killed)
+    how = {"max_steps": 3, "prompts_per_step": 2, "max_completion_length": 16, "learning_rate": 1e-5}
+    how |= {"rollout_backend": "vllm", "vllm_server_base_url": server.url, "vllm_server_timeout": 1800}
+    make_trainer(tmp_path, rising, model=model, **how).train()
+    steps = [row for row in lines(tmp_path / "run") if "rollout/kl" in row]
+    assert len(drawn) > 6 and len(steps) == 3 and all(row["rollout/logp_gap_max"] < 1e-3 for row in steps)

@@ -1,0 +1,112 @@
+"""A small server that answers as vLLM 0.32 does, with faults."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import torch
+from transformers import AutoModelForCausalLM
+
+LOADING = threading.Lock()  # transformers loads in one thread at a time
+
+
+class FakeVLLM:
+    """Attributes:
+    faults: Any of "no load" (keeps its weights), "old head" (of a tied head; as vLLM's reload_weights on a CPU),
+        "dead" (drops connections) and "silent" (never answers).
+    drawn: Number of completions that it drew.
+    """
+
+    def __init__(self, model=None, version="0.32.0", logprobs_mode="processed_logprobs"):
+        self.model, self.version, self.mode, self.weights = model, version, logprobs_mode, "default"
+        self.faults, self.drawn, self.lock, self.released = set(), 0, threading.Lock(), threading.Event()
+        self.before = lambda body: None  # called with each request for completions
+        handler = type("Handler", (Handler,), {"fake": self})
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.http.daemon_threads = True
+        threading.Thread(target=self.http.serve_forever, args=(0.05,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+
+    def stop(self):
+        self.released.set()
+        self.http.shutdown()
+        self.http.server_close()
+
+    def load_policy(self, path):
+        with LOADING:
+            model = AutoModelForCausalLM.from_pretrained(path)
+        if "old head" in self.faults and self.model is not None:
+            model.lm_head.weight = self.model.lm_head.weight
+        if "no load" not in self.faults:
+            self.model = model
+
+    @torch.no_grad()
+    def logps(self, ids, temperature):
+        return (self.model(torch.tensor([ids])).logits[0] / temperature).log_softmax(-1)
+
+    def generate(self, token_ids, sampling_params, cache_salt=None):
+        p, choices = sampling_params, []
+        assert p["temperature"] > 0 or p["n"] == 1
+        for index in range(p["n"]):
+            ids, content, generator = list(token_ids), [], torch.Generator().manual_seed(p["seed"] + index)
+            while len(content) < p["max_tokens"]:
+                logps = self.logps(ids, p["temperature"] or 1.0)[-1]
+                chosen = torch.multinomial(logps.exp(), 1, generator=generator) if p["temperature"] else logps.argmax()
+                ids.append(chosen.item())
+                content.append({"token_id": ids[-1], "logprob": logps[ids[-1]].item()})
+                if ids[-1] in p["stop_token_ids"]:
+                    break
+            self.drawn += 1
+            versions = [{"version": self.weights, "start": 0, "end": len(content)}]
+            choices.append({"index": index, "token_ids": ids[len(token_ids) :], "logprobs": {"content": content},
+                            "weight_versions": versions})  # fmt: skip
+        return {"prompt_logprobs": None, "choices": choices[::-1]}
+
+    def answer(self, route, body):
+        if route == "/version":
+            return {"version": self.version}
+        if route.startswith("/server_info"):
+            return {"vllm_config": {"model_config": {"logprobs_mode": self.mode}}}
+        if route == "/collective_rpc":
+            return getattr(self, body["method"])(*body["args"])
+        if route == "/update_weight_version":
+            self.weights = body["new_version"]
+            return {"success": True}
+        if route == "/inference/v1/generate":
+            self.before(body)
+            with self.lock:
+                return self.generate(**body)
+        if route == "/v1/models":
+            return {"data": [{"id": "policy"}]}
+        if route == "/v1/completions":
+            ids, logps = body["prompt"], self.logps(body["prompt"], body["temperature"])
+            scored = [{str(token): {"logprob": logps[i, token].item()}} for i, token in enumerate(ids[1:])]
+            return {"choices": [{"prompt_logprobs": [None, *scored]}]}
+        assert route == "/health"
+        return None
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null")
+        try:
+            reply, code = self.fake.answer(self.path, body), 200
+        except Exception as error:
+            reply, code = {"error": {"message": str(error)}}, 500
+        if "silent" in self.fake.faults:
+            self.fake.released.wait()
+        if self.fake.faults & {"dead", "silent"}:
+            self.close_connection = True
+            return
+        data = b"" if reply is None else json.dumps(reply).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_POST = do_GET
+
+    def log_message(self, *_):
+        pass
