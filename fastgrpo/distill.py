@@ -90,7 +90,7 @@ def distill(argv: list[str]) -> None:
             groups, _ = draw_groups(
                 engine, source.start(mine, config.num_generations),
                 dataclasses.replace(sampling, seed=config.seed + start),
-                progress=lambda done, share=share: progress(done * share),
+                progress=lambda done, share=share: progress(done * share), ranks=ranks,
             )  # fmt: skip
             judged = judge_together(rewards, groups, chunk, tokenizer, state, ranks=ranks)
             selected, left_out = select(judged.completions, rewards, config)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from fastgrpo.data.records import Dialogue, Prompt, Sample, StopReason
 from fastgrpo.policy.model import Policy
+from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rollout.sampling import SamplingParams, integer, integers
 from fastgrpo.rollout.slots import MOST_LANES
 
@@ -166,6 +167,9 @@ class RolloutBackend(ABC):
     def _stop(self, request):
         """Drop a running request, and return the number of its drawn tokens."""
 
+    def sync(self, ranks: Ranks = ALONE) -> None:  # noqa: B027
+        """Give the policy's weights to samplers that have their own. All ranks call this before each rollout."""
+
     def work_left(self) -> int:
         """Return the maximum number of tokens left in unfinished requests: prompts and completions."""
         return sum(len(request.prompt_ids) + sum(request.limits) for request in self.unfinished.values())
@@ -260,6 +264,7 @@ class RolloutBackend(ABC):
         if self.has_unfinished_requests():
             raise ValueError("generate needs an idle backend; finish or abort the requests in flight first")
         groups, request_ids = {}, range(len(prompts)) if request_ids is None else request_ids
+        self.sync()
         try:
             for request_id, prompt in zip(request_ids, prompts, strict=True):
                 self.add_request(prompt, num_generations, sampling, request_id=request_id)
@@ -280,6 +285,7 @@ def draw_groups(
     count: int | None = None,
     finished: Callable[[int, list[Sample]], object] | None = None,
     progress: Callable[[float], object] | None = None,
+    ranks: Ranks = ALONE,
 ) -> tuple[dict[int, list[Sample]], int]:
     """Draw a completion of each prompt until `count` groups have finished, and abort the others.
 
@@ -293,11 +299,13 @@ def draw_groups(
         count: How many groups are wanted. None means all.
         finished: Called with the number and the samples of each wanted group as soon as it has finished.
         progress: Called with the share of the work done since the last call.
+        ranks: The ranks, which all call this.
 
     Returns:
         The samples of the wanted groups in rising order, and the number of tokens drawn of the others.
     """
     count, parts, done = len(groups) if count is None else count, {i: {} for i in groups}, {}
+    engine.sync(ranks)
     try:
         for i, prompts in groups.items():
             _request(engine, i, prompts, sampling)

@@ -4,8 +4,8 @@ A group is one request for n completions; with tools, each later turn of a compl
 the server with the fewest completions. A server that fails is left out, and its requests are sent to the others. It is
 tried again before the next rollout, or when no other is left.
 
-Before a rollout, if the policy has changed, its weights are written to a new folder, which every server loads. A
-`Probe` then compares the log-probs of each server with the policy's. The servers run
+Before a rollout, if the policy has changed, rank 0 writes its weights to a new folder, which every server loads. A
+`Probe` then compares the log-probs of each server with the policy's. Each rank sends its own requests. The servers run
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL --enable-scale-out \
       --logprobs-mode processed_logprobs --worker-extension-cls fastgrpo.integrations.vllm.LoadPolicy
@@ -21,17 +21,18 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
-import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from fastgrpo.data.records import Sample, StopReason
 from fastgrpo.policy.lora import has_adapters, merged
 from fastgrpo.policy.model import Policy
+from fastgrpo.ranks import ALONE, Ranks, together
 from fastgrpo.rollout.backend import RolloutBackend
 from fastgrpo.rollout.hf import Lane
 from fastgrpo.rollout.probe import Probe
@@ -142,7 +143,7 @@ class VLLMBackend(RolloutBackend):
         weights_dir: Folder for the weights, which the servers can read. None means the one for temporary files.
 
     Raises:
-        ValueError: A server has another version or other options than needed, or there are several processes.
+        ValueError: A server has another version or other options than needed.
         ConnectionError: A server does not answer in time.
     """
 
@@ -151,11 +152,9 @@ class VLLMBackend(RolloutBackend):
         weights_dir: str | Path | None = None,
     ):  # fmt: skip
         super().__init__(model, max_num_seqs)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError("rollout_backend=vllm supports one process; start the run without torchrun")
         self.timeout, self.probe = timeout, Probe(self.policy)
-        self.folder = tempfile.TemporaryDirectory(prefix="fastgrpo-", dir=weights_dir)
-        self.version, self.written = None, 0
+        self.weights_dir, self.folder, self.written = weights_dir, None, 0  # the folder of rank 0, and of its weights
+        self.version = self.path = None  # name and folder of the newest weights
         self.running, self.flying = {}, {}  # request_id -> its lanes; future of a reply or an answer -> its lanes
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request
         transformers_logging.disable_progress_bar()  # of each file of weights
@@ -191,8 +190,6 @@ class VLLMBackend(RolloutBackend):
         """Send waiting requests, and wait for the next reply of a server or answer of a tool."""
         if not self.unfinished:
             return {}
-        if not self.flying:
-            self._sync()
         busy = sum(map(len, self.running.values()))
         while self.waiting and busy + len(self.waiting[0].limits) <= self.max_num_seqs:
             request = self.waiting.popleft()
@@ -319,19 +316,30 @@ class VLLMBackend(RolloutBackend):
         return min((s for s in self.servers if s.problem is None), key=lambda server: server.completions)
 
     @torch.no_grad()
-    def _sync(self):
-        """Let all servers load the policy's weights, if they have others, and compare log-probs."""
-        if self.probe.update():
-            root = Path(self.folder.name)
-            before, self.written = root / str(self.written), self.written + 1
-            path, module = root / str(self.written), self.policy.module
+    def sync(self, ranks: Ranks = ALONE) -> None:
+        """Let the servers load the policy's weights, if they have others, and compare log-probs. Rank 0 does it."""
+        changed = self.probe.update()
+        published = partial(self._publish, changed) if ranks.lead else lambda: None
+        self.version, self.path, problems = together(ranks, published, "the weights of the vLLM servers")[0]
+        if not ranks.lead:
+            for server, problem in zip(self.servers, problems, strict=True):
+                server.problem, server.version = problem, None if problem else self.version
+
+    def _publish(self, changed):
+        """Write the weights, if they have changed, and let the servers load them."""
+        if changed:
+            self.folder = self.folder or tempfile.TemporaryDirectory(prefix="fastgrpo-", dir=self.weights_dir)
+            root, module, before = Path(self.folder.name), self.policy.module, self.path
+            self.written += 1
+            self.version, self.path = f"{root.name}-{self.written}", str(root / str(self.written))
             if has_adapters(module):
-                merged(module).save_pretrained(path)
+                merged(module).save_pretrained(self.path)
             else:
-                module.save_pretrained(path, state_dict=dict(self.policy.whole_parameters()))
-            shutil.rmtree(before, ignore_errors=True)
-            self.version = f"{root.name}-{self.written}"
+                module.save_pretrained(self.path, state_dict=dict(self.policy.whole_parameters()))
+            if before is not None:
+                shutil.rmtree(before, ignore_errors=True)
         self._wait(self._load_all())
+        return self.version, self.path, [server.problem for server in self.servers]
 
     async def _load_all(self):
         async def load(server):
@@ -347,8 +355,7 @@ class VLLMBackend(RolloutBackend):
         if server.version != self.version:
             if server.problem is not None:
                 await self._inspect(server)
-            path = str(Path(self.folder.name) / str(self.written))
-            await server.call("POST", "/collective_rpc", method="load_policy", args=[path])
+            await server.call("POST", "/collective_rpc", method="load_policy", args=[self.path])
             await server.call("POST", "/update_weight_version", new_version=self.version)
             self.probe.check(await server.score(self.probe.ids), f"the vLLM server {server.url}")
         server.version, server.problem = self.version, None

@@ -149,7 +149,7 @@ class Collector:
                         judging.add(i, samples)
                 else:
                     sampling = dataclasses.replace(self.sampling, seed=seed)
-                    _, lost = draw_groups(self.engine, groups, sampling, wanted, judging.add)
+                    _, lost = draw_groups(self.engine, groups, sampling, wanted, judging.add, ranks=self.ranks)
             # All ranks wait for the slowest here, so that the time of the stage is that of the whole rollout.
             told = self.engine.metrics() if wanted else {}, lost, digest_of_rows(rows), self.prompts.turns()
             live, lost, digests, turns = zip(*self.ranks.gather(told, "what the rollouts measured"), strict=True)

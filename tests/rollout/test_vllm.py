@@ -183,6 +183,7 @@ def test_an_aborted_request_is_cancelled(serve):
     backend, waits = backend_of(serve(), tiny.model("smollm3-like")), Scripted([[1]], delay=10**9)
     sampling = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=range(64))
     backend.add_request(PROMPTS[0], 1, sampling, request_id=0, dialogues=[waits])
+    backend.sync()
     backend.step()
     assert backend.abort_request(0) == 1 and waits.closed == ["aborted"] and not backend.flying
     backend.add_request(PROMPTS[1], 2, sampling)

@@ -15,6 +15,7 @@ def ids_of(rollouts):
 
 def finish(engine, most=1000):
     outputs = {}
+    engine.sync()
     for _ in range(most):
         outputs |= engine.step()
         if not engine.has_unfinished_requests():

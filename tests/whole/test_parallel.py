@@ -4,6 +4,7 @@ As a script, `python test_parallel.py FOLDER COUNT RUNS NAME[,NAME...]` forks CO
 """
 
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from unittest import mock
 
 import pytest
 import tiny
+from fake_vllm import FakeVLLM
 from ranks import LIMIT, fork, forked
 from runs import lines
 from safetensors.torch import load_file
@@ -39,6 +41,8 @@ SETTINGS = {
     "aborts": {"oversampling_factor": 2.0, "top_k": 3},
     "few": {"prompts_per_step": 1, "num_generations": 2},
 }
+if "FAKE_VLLM" in os.environ:
+    SETTINGS["served"] = {"rollout_backend": "vllm", "vllm_server_base_url": os.environ["FAKE_VLLM"].split()}
 
 
 def judged(completions, log_metric, log_extra, **_):
@@ -151,6 +155,18 @@ def test_any_number_of_ranks_trains_as_one_process_does(folder, count):
     for run in (*folder.glob("*-ddp"), *folder.glob("*-fsdp2")):
         shutil.rmtree(run)
     check(folder, count, list(SETTINGS))
+
+
+@pytest.mark.slow
+def test_ranks_draw_on_servers_as_one_process_does(folder, monkeypatch):
+    servers = [FakeVLLM(), FakeVLLM()]
+    urls = [server.url for server in servers]
+    monkeypatch.setenv("FAKE_VLLM", " ".join(urls))
+    monkeypatch.setitem(SETTINGS, "served", {"rollout_backend": "vllm", "vllm_server_base_url": urls})
+    check(folder, 2, ["served"])
+    assert all(server.drawn > 20 for server in servers)
+    for server in servers:
+        server.stop()
 
 
 if __name__ == "__main__":
