@@ -50,7 +50,8 @@ reasoning: $(VENV)/.installed
 	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[gym]'
 	$(BIN)/python -m fastgrpo.recipes.smollm2 models/smollm2-135m
 	$(MAKE) reasoning-chain_sum TASKS='{"chain_sum": {"solved": 4, "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}'
-	$(MAKE) reasoning-gcd TASKS='{"gcd": {"solved": 4, "max_value": 20}}'
+	$(MAKE) reasoning-needle_haystack ARGS="--temperature 0.7 --max_completion_length 14" \
+	  TASKS='{"needle_haystack": {"solved": 3, "min_num_statements": 3, "max_num_statements": 4}}'
 
 reasoning-%:
 	$(BIN)/python -m fastgrpo.train --config fastgrpo/recipes/smollm2-135m-gym.yaml --reasoning_gym_tasks '$(TASKS)' \

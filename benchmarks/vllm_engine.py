@@ -15,7 +15,7 @@ def entry(path: str, cases: dict[str, dict[str, Any]]) -> Entry:
     }  # fmt: skip
     from vllm import LLM, SamplingParams, __version__
 
-    engine = LLM(path, dtype="float32", max_model_len=2048, enforce_eager=True, logprobs_mode="processed_logprobs")
+    engine = LLM(path, dtype="float32", max_model_len=2048, logprobs_mode="processed_logprobs")
 
     def roll(prompts: list[list[int]], group: int, lengths: list[int]) -> Callable[[], None]:
         def call() -> None:

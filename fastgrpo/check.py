@@ -135,8 +135,8 @@ def _check_sampler(config):
         raise ValueError("--sampler needs the model: pass --model DIR")
     quiet_libraries()
     policy, _ = load_policy(path, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code)
-    gap = compare(policy, config.sampler)
-    print(f"No problems found: the log-probs of fixed tokens differ by {gap:.2g} nats on average.")
+    gap, allowed = compare(policy, config.sampler)
+    print(f"No problems found: the log-probs of fixed tokens differ by {gap:.2g} nats on average (limit {allowed:g}).")
     return 0
 
 

@@ -56,6 +56,8 @@ def translated(stated: Stated) -> dict[str, Any]:
                     "too; leave one of them out"
                 )
             settings[name] = value
+    if "use_vllm" in stated and settings.get("rollout_backend") != "vllm":  # TRL ignores them too
+        settings = {name: value for name, value in settings.items() if not name.startswith("vllm_server_")}
     if any(name in stated for name in BATCH):
         settings = in_steps(settings, settings["updates_per_rollout"] * settings.get("num_iterations", 1))
     return settings
@@ -171,11 +173,11 @@ def served(stated: Stated) -> dict[str, Any]:
     if not stated.get("vllm_server_base_url"):
         host, port = stated.get("vllm_server_host", "127.0.0.1"), stated.get("vllm_server_port", 8000)
         made["vllm_server_base_url"] = f"http://{host}:{port}"
-    if stated.get("vllm_importance_sampling_correction", True) and stated.get("loss_type") != "vespo":
-        cap = stated.get("vllm_importance_sampling_cap") or 3.0
-        bounds = {"mode": "sequence_mask", "clip_max": cap, "clip_min": None}
-        for name, default in bounds.items():
+    if stated.get("vllm_importance_sampling_correction", True):
+        for name, default in (("mode", "sequence_mask"), ("clip_max", 3.0), ("clip_min", None)):
             made[f"importance_sampling_{name}"] = stated.get(f"vllm_importance_sampling_{name}", default)
+        if (cap := stated.get("vllm_importance_sampling_cap")) is not None:
+            made["importance_sampling_clip_max"] = cap
     return made
 
 

@@ -128,6 +128,14 @@ def _the_backend_can_abort(oversampling_factor, rollout_backend):
         )
 
 
+def _servers_sample_without_filters(rollout_backend, top_k, top_p, min_p, repetition_penalty):
+    if rollout_backend == "vllm" and (top_k or top_p < 1 or min_p or repetition_penalty != 1):
+        raise ValueError(
+            "rollout_backend=vllm supports no top_k, top_p, min_p or repetition_penalty, because vLLM returns no "
+            "log-probs of the full distribution with them; leave them out"
+        )
+
+
 def _punishment_fits(soft_punish_cache, max_completion_length):
     if soft_punish_cache > max_completion_length:
         raise ValueError(
@@ -267,6 +275,7 @@ RULES = (
     _evaluation_groups_fit,
     _refills_are_allowed,
     _the_backend_can_abort,
+    _servers_sample_without_filters,
     _punishment_fits,
     _adapters_are_their_own_reference,
     _offloaded_layers_are_recomputed,

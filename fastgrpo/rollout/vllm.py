@@ -14,10 +14,12 @@ Before a rollout, if the policy has changed, rank 0 writes its weights to a new 
 import asyncio
 import logging
 import random
+import resource
 import shutil
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
@@ -35,7 +37,7 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.ranks import ALONE, Ranks, together
 from fastgrpo.rollout.backend import RolloutBackend
 from fastgrpo.rollout.hf import Lane
-from fastgrpo.rollout.probe import Probe
+from fastgrpo.rollout.probe import TOLERANCE, Probe
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +45,16 @@ VERSION = "0.32."  # of vLLM; the forms of requests and replies are those of thi
 GENERATE = "/inference/v1/generate"
 PATIENCE = 10.0  # seconds without a reply before a server must answer that it is alive, within as many
 AGAIN = 0.5  # seconds between two tries of a server that failed
-TRIES = 4  # servers that may fail at one request
+TRIES = 3  # failures at one request, besides one of each server
 SEED_BITS = 62
 
 
 class ServerFailed(Exception):
     """A server does not answer, or not as it should."""
+
+
+class Refused(ValueError):
+    """A server refused a request."""
 
 
 @dataclass(eq=False)
@@ -74,7 +80,7 @@ class Server:
 
         Raises:
             ServerFailed: The server failed.
-            ValueError: It refused the request.
+            Refused: It refused the request.
         """
         sending = asyncio.ensure_future(self.client.request(method, route, json=body or None, timeout=timeout))
         try:
@@ -89,7 +95,7 @@ class Server:
             return reply.json() if reply.content else None
         if reply.status_code >= 500:
             await self._check_health()
-        raise ValueError(
+        raise Refused(
             f"the vLLM server {self.url} refused {route} with code {reply.status_code}: {reply.text[:500]}; "
             "docs/serving.md has the command that starts a server"
         )
@@ -108,11 +114,11 @@ class Server:
             raise ServerFailed(f"/health: {type(error).__name__}: {error}") from None
 
 
-def compare(policy: Policy, url: str) -> float:
+def compare(policy: Policy, url: str) -> tuple[float, float]:
     """Compare the log-probs of fixed tokens under a policy and under the weights of a vLLM server.
 
     Returns:
-        The mean difference in nats.
+        The mean difference in nats, and the tolerance.
 
     Raises:
         ValueError: It exceeds the tolerance of the policy's dtype, or the server does not answer as vLLM does.
@@ -125,9 +131,19 @@ def compare(policy: Policy, url: str) -> float:
             return await Server(url, client).score(probe.ids)
 
     try:
-        return probe.check(asyncio.run(ask()), f"the server {url}")
+        return probe.check(asyncio.run(ask()), f"the server {url}"), TOLERANCE[policy.dtype]
     except (ServerFailed, KeyError, TypeError) as error:
         raise ValueError(f"the server {url} does not score tokens as vLLM does: {error}") from None
+
+
+def _end(loop, clients):
+    """Close the connections, and end the thread of the loop."""
+
+    async def close():
+        await asyncio.gather(*(client.aclose() for client in clients))
+        loop.stop()
+
+    asyncio.run_coroutine_threadsafe(close(), loop)
 
 
 class VLLMBackend(RolloutBackend):
@@ -144,7 +160,7 @@ class VLLMBackend(RolloutBackend):
 
     Raises:
         ValueError: A server has another version or other options than needed.
-        ConnectionError: A server does not answer in time.
+        ConnectionError: No server answers in time.
     """
 
     def __init__(
@@ -152,18 +168,24 @@ class VLLMBackend(RolloutBackend):
         weights_dir: str | Path | None = None,
     ):  # fmt: skip
         super().__init__(model, max_num_seqs)
+        if wrong := [url for url in base_urls if not url.startswith(("http://", "https://"))]:
+            raise ValueError(f"vllm_server_base_url={wrong[0]!r} must begin with http:// or https://")
         self.timeout, self.probe = timeout, Probe(self.policy)
         self.weights_dir, self.folder, self.written = weights_dir, None, 0  # the folder of rank 0, and of its weights
         self.version = self.path = None  # name and folder of the newest weights
         self.running, self.flying = {}, {}  # request_id -> its lanes; future of a reply or an answer -> its lanes
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request
         transformers_logging.disable_progress_bar()  # of each file of weights
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection per request
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="fastgrpo-vllm", daemon=True).start()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="fastgrpo-vllm", daemon=True)
+        self.thread.start()
         options = {"timeout": None, "limits": httpx.Limits(max_connections=None)}
         self.servers = [Server(url, httpx.AsyncClient(base_url=url, **options)) for url in base_urls]
+        weakref.finalize(self, _end, self.loop, [server.client for server in self.servers])
         self.reviving = asyncio.Lock()
-        self._wait(self._connect())
+        self._wait(self._until_timeout(self._inspect, *self.servers))
 
     @classmethod
     def from_config(cls, policy: Policy, config: Any, reserved: Callable[[], int] | None = None) -> "VLLMBackend":
@@ -252,7 +274,7 @@ class VLLMBackend(RolloutBackend):
     async def _draw(self, body):
         """Draw completions on the server with the fewest; if it fails, on another one. Return them in order."""
         count = body["sampling_params"]["n"]
-        for _ in range(TRIES):
+        for _ in range(TRIES + len(self.servers)):
             server = await self._choose()
             server.completions += count
             try:
@@ -260,18 +282,29 @@ class VLLMBackend(RolloutBackend):
                 versions = {part["version"] for choice in choices for part in choice["weight_versions"]}
                 if versions != {self.version}:  # it was started again
                     raise ServerFailed(f"it drew with the weights {versions}, not {self.version}")
+                self._check_lengths(server, choices, body["sampling_params"])
                 return sorted(choices, key=lambda choice: choice["index"])
-            except ServerFailed as error:
+            except (ServerFailed, Refused) as error:
+                others = [other for other in self.servers if other is not server and other.problem is None]
+                if isinstance(error, Refused) and not others:
+                    raise
                 self._leave_out(server, error)
             finally:
                 server.completions -= count
-        raise ConnectionError(f"{TRIES} servers failed at the same request; the last one: {server.problem}")
+        raise ConnectionError(f"servers failed again and again at the same request; the last one: {server.problem}")
+
+    @staticmethod
+    def _check_lengths(server, choices, sampling):
+        """Refuse completions that the server cut, because its limit of tokens is below the prompt's and max_tokens."""
+        for choice in choices:
+            ids, most = choice["token_ids"], sampling["max_tokens"]
+            if len(ids) < most and (not ids or ids[-1] not in sampling["stop_token_ids"]):
+                raise ValueError(
+                    f"the vLLM server {server.url} stopped after {len(ids)} of {most} tokens without a stop token; "
+                    "start it with a larger --max-model-len"
+                )
 
     # Servers and weights.
-
-    async def _connect(self):
-        """Wait until all servers answer, and check their versions and options."""
-        await asyncio.gather(*(self._until_timeout(self._inspect, server) for server in self.servers))
 
     async def _until_timeout(self, work, *servers):
         """Try to use a server until one works. Raise ConnectionError if none does in time."""
@@ -330,6 +363,7 @@ class VLLMBackend(RolloutBackend):
         if changed:
             self.folder = self.folder or tempfile.TemporaryDirectory(prefix="fastgrpo-", dir=self.weights_dir)
             root, module, before = Path(self.folder.name), self.policy.module, self.path
+            root.chmod(0o755)  # the servers may run as another user
             self.written += 1
             self.version, self.path = f"{root.name}-{self.written}", str(root / str(self.written))
             if has_adapters(module):
@@ -338,23 +372,24 @@ class VLLMBackend(RolloutBackend):
                 module.save_pretrained(self.path, state_dict=dict(self.policy.whole_parameters()))
             if before is not None:
                 shutil.rmtree(before, ignore_errors=True)
-        self._wait(self._load_all())
+        self._wait(self._load_all(changed))
         return self.version, self.path, [server.problem for server in self.servers]
 
-    async def _load_all(self):
+    async def _load_all(self, changed):
+        """Load the weights on all servers; if they have not changed, leave out those that failed."""
+
         async def load(server):
             try:
                 await self._load(server)
             except ServerFailed as error:
                 self._leave_out(server, error)
 
-        await asyncio.gather(*map(load, self.servers))
+        await asyncio.gather(*(load(server) for server in self.servers if changed or server.problem is None))
 
     async def _load(self, server):
         """Let a server load the newest weights, and prove that it has them."""
         if server.version != self.version:
-            if server.problem is not None:
-                await self._inspect(server)
+            await self._inspect(server)
             await server.call("POST", "/collective_rpc", method="load_policy", args=[self.path])
             await server.call("POST", "/update_weight_version", new_version=self.version)
             self.probe.check(await server.score(self.probe.ids), f"the vLLM server {server.url}")

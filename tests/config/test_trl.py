@@ -159,6 +159,8 @@ SERVED = {"use_vllm": True, "vllm_mode": "server"}
          {"dtype": "bfloat16", "trust_remote_code": True}),
         # vLLM servers
         ({"use_vllm": True}, {"rollout_backend": "auto", "importance_sampling_mode": None}),
+        ({"use_vllm": True, "vllm_server_base_url": "http://h:9"}, {"rollout_backend": "auto"}),
+        (SERVED | {"vllm_importance_sampling_cap": 2.0}, {"importance_sampling_clip_max": 2.0}),
         (SERVED, {"rollout_backend": "vllm", "vllm_server_base_url": ("http://127.0.0.1:8000",),
                   "importance_sampling_mode": "sequence_mask", "importance_sampling_clip_max": 3.0}),
         (SERVED | {"vllm_server_host": "h", "vllm_server_port": 9, "vllm_importance_sampling_correction": False},

@@ -1,5 +1,6 @@
 """Rollouts on vLLM servers: what they draw, that they have the trained weights, and servers that fail."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -154,8 +155,27 @@ def test_requests_of_a_server_that_fails_go_to_another_one(serve, fault, monkeyp
     assert ids_of(backend.generate(PROMPTS, 2, sampling)) == expected
     drawn, failing.before = failing.drawn, lambda _: None
     failing.faults.clear()
-    assert ids_of(backend.generate(PROMPTS, 2, sampling)) == expected and failing.drawn > drawn
+    write(model)  # it is tried again with the next weights
+    again = ids_of(backend.generate(PROMPTS, 2, sampling))
+    assert again == ids_of(backend_of(serve(), model).generate(PROMPTS, 2, sampling)) and failing.drawn > drawn
     assert failing.weights == other.weights
+
+
+def test_a_completion_that_the_server_cuts_is_an_error(serve):
+    (server,) = serve()
+    server.faults.add("cut")
+    with pytest.raises(ValueError, match=r"stopped after 2 of 4 tokens .* --max-model-len"):
+        backend_of([server], tiny.model("smollm3-like")).generate(PROMPTS, 1, SHORT)
+
+
+def test_an_ended_backend_ends_its_thread(serve):
+    backend = backend_of(serve(), tiny.model("smollm3-like"))
+    backend.generate(PROMPTS, 1, SHORT)
+    thread = backend.thread
+    del backend
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_a_server_that_comes_back_ends_the_wait(serve, monkeypatch):

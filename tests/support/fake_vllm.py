@@ -13,7 +13,7 @@ LOADING = threading.Lock()  # transformers loads in one thread at a time
 class FakeVLLM:
     """Attributes:
     faults: Any of "no load" (keeps its weights), "old head" (of a tied head; as vLLM's reload_weights on a CPU),
-        "dead" (drops connections) and "silent" (never answers).
+        "cut" (after 2 tokens), "dead" (drops connections) and "silent" (never answers).
     drawn: Number of completions that it drew.
     """
 
@@ -49,7 +49,7 @@ class FakeVLLM:
         assert p["temperature"] > 0 or p["n"] == 1
         for index in range(p["n"]):
             ids, content, generator = list(token_ids), [], torch.Generator().manual_seed(p["seed"] + index)
-            while len(content) < p["max_tokens"]:
+            while len(content) < (2 if "cut" in self.faults else p["max_tokens"]):
                 logps = self.logps(ids, p["temperature"] or 1.0)[-1]
                 chosen = torch.multinomial(logps.exp(), 1, generator=generator) if p["temperature"] else logps.argmax()
                 ids.append(chosen.item())
