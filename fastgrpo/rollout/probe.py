@@ -4,7 +4,8 @@ Such a sampler can answer without an error and keep old weights, or a part of th
 samples of another policy, and no metric of the reward would show it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -37,6 +38,27 @@ class Probe:
         (scored,) = score(self.policy, [Sample(self.ids[:1], self.ids[1:])], Scoring(1.0, TOKENS))
         before, self.logps = self.logps, scored.double().cpu()
         return before is None or not torch.equal(before, self.logps)
+
+    @contextmanager
+    def marked(self) -> Iterator[None]:
+        """Negate the embeddings and the head of the tokens for a while, so that any other weights fail the `check`.
+
+        Without this, weights that differ less than the tolerance would pass the first check, as after a resumption.
+        """
+        module, rows = self.policy.module, torch.tensor(self.ids).unique()
+        embeddings = {
+            id(it.weight): it.weight for it in (module.get_input_embeddings(), module.get_output_embeddings())
+        }
+        kept = [weight[rows] for weight in embeddings.values()]
+        try:
+            for weight, own in zip(embeddings.values(), kept, strict=True):
+                weight[rows] = -own
+            self.update()
+            yield
+        finally:
+            for weight, own in zip(embeddings.values(), kept, strict=True):
+                weight[rows] = own
+            self.update()
 
     def check(self, given: Sequence[float], sampler: str) -> float:
         """Compare the log-probs of a sampler with those of the last `update`, and return their mean difference.

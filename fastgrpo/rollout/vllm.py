@@ -23,7 +23,6 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -352,8 +351,15 @@ class VLLMBackend(RolloutBackend):
     def sync(self, ranks: Ranks = ALONE) -> None:
         """Let the servers load the policy's weights, if they have others, and compare log-probs. Rank 0 does it."""
         changed = self.probe.update()
-        published = partial(self._publish, changed) if ranks.lead else lambda: None
-        self.version, self.path, problems = together(ranks, published, "the weights of the vLLM servers")[0]
+
+        def published():
+            if self.version is None:  # the first load has to show that loads have an effect
+                with self.probe.marked():
+                    self._publish(True)
+            return self._publish(changed)
+
+        told = together(ranks, published if ranks.lead else lambda: None, "the weights of the vLLM servers")
+        self.version, self.path, problems = told[0]
         if not ranks.lead:
             for server, problem in zip(self.servers, problems, strict=True):
                 server.problem, server.version = problem, None if problem else self.version
