@@ -127,7 +127,7 @@ class Runner:
         needs = mark.startswith("needs")
         if program in ("torchrun", "accelerate", "srun") and "-m" in rest:
             self.launched(words)
-        elif program == "python" and rest[0] == "-m":
+        elif program == "python" and rest[0] == "-m" and not rest[1].startswith("vllm."):
             self.module(rest[1], rest[2:], parse=needs)
         elif program == "python" and (self.folder / rest[0]).is_file():
             runpy.run_path(rest[0], run_name="__main__")
