@@ -15,6 +15,10 @@ CASES = {
     "_evaluation_groups_fit": [{"max_num_seqs": 200, "eval_num_generations": 300}],
     "_refills_are_allowed": [{"dynamic_sampling": 1}],
     "_the_backend_can_abort": [{"oversampling_factor": 2, "rollout_backend": "hf"}],
+    "_servers_sample_without_filters": [
+        {name: value, "rollout_backend": "vllm"}
+        for name, value in {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}.items()
+    ],
     "_punishment_fits": [{"soft_punish_cache": 513}],
     "_adapters_are_their_own_reference": [
         {"ref_storage": "cpu", "beta": 0.1, "use_peft": True},
