@@ -61,7 +61,7 @@ def wrap_lora(
             raise ValueError(f"lora_target_modules {names}: {error}") from error
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         if isinstance(layer, BaseTunerLayer):
-            raise ValueError("lora_target_modules must not name the embedding or the head, which stay frozen")
+            raise ValueError("lora_target_modules must not name the embedding or the head (lm_head), which stay frozen")
     return taken_over(wrapper)
 
 

@@ -135,10 +135,12 @@ class GRPOTrainer:
                 "rollout_func cannot be combined with tools or environments; call the tools in rollout_func, and mark "
                 "their answers in env_mask"
             )
+        routed = self.environments is not None and self.environments.routed  # the rows name their environments
         if train_dataset is None and self.environments is not None and self.environments.resets and args.max_steps > 0:
-            train_dataset = [{}] * args.rows_per_step  # the environments write the prompts
+            train_dataset = None if routed else [{}] * args.rows_per_step  # the environment writes the prompts
         if train_dataset is None:
             remedy = "; or set max_steps, and let the environment write the prompts" if self.environments else ""
+            remedy = ", and a column `environment`" if routed else remedy
             raise ValueError(f"train_dataset is needed: {self.needed_rows}{remedy}")
         self.source = as_source(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset, needed=self._most_rows())
         train_rows = as_rows(self.source.rows, "train_dataset.rows")

@@ -106,6 +106,8 @@ def test_rejects_a_rollout_func_with_tools_and_tools_without_prompts(tmp_path):
         make_trainer(tmp_path, rollout_func=rollouts, tools=[count])
     with pytest.raises(ValueError, match="no column 'prompt'"):
         make_trainer(tmp_path, [{"promt": "a"}], tools=[count])
+    with pytest.raises(ValueError, match="a `prompt` column, and a column `environment`"):  # the rows choose one
+        make_trainer(tmp_path, rows=None, environment_factory={"a": Counter, "b": Counter})
 
 
 def test_ranks_keep_the_prompts_that_a_rollout_func_wrote():
