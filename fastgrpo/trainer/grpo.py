@@ -630,6 +630,11 @@ class GRPOTrainer:
         """Whether the loss has the load-balancing loss of a mixture of experts."""
         return self.updates.router_aux_loss_coef != 0
 
+    @property
+    def reward_func_names(self) -> list[str]:
+        """The names of the reward functions."""
+        return [] if self.rewards is None else list(self.rewards.names)
+
     get_off_policy_mask = staticmethod(get_off_policy_mask)
 
     def is_world_process_zero(self) -> bool:
