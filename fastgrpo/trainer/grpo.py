@@ -141,7 +141,7 @@ class GRPOTrainer:
         if train_dataset is None:
             remedy = "; or set max_steps, and let the environment write the prompts" if self.environments else ""
             remedy = ", and a column `environment`" if routed else remedy
-            raise ValueError(f"train_dataset is needed: {self.needed_rows}{remedy}")
+            raise ValueError(f"`train_dataset` is required: {self.needed_rows}{remedy}")
         self.source = as_source(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset, needed=self._most_rows())
         train_rows = as_rows(self.source.rows, "train_dataset.rows")
         self.held_out = setup.read_held_out(eval_dataset, args.max_eval_samples)
