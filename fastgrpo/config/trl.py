@@ -216,7 +216,7 @@ TRANSLATED = [
 ]
 # Settings of the same name and meaning.
 _PLAIN = """
-num_train_epochs learning_rate lr_scheduler_type lr_scheduler_kwargs weight_decay adam_beta1 adam_beta2 adam_epsilon
+learning_rate lr_scheduler_type lr_scheduler_kwargs weight_decay adam_beta1 adam_beta2 adam_epsilon
 max_grad_norm logging_first_step run_name project save_total_limit push_to_hub hub_private_repo hub_model_id
 greater_is_better seed ddp_timeout resume_from_checkpoint trust_remote_code num_generations max_completion_length
 shuffle_dataset temperature top_p top_k min_p repetition_penalty chat_template_kwargs beta num_iterations epsilon
@@ -247,6 +247,7 @@ SAME = {**dict.fromkeys(_PLAIN.split(), ""),
     "eval_on_start": "If eval_strategy is set, the default is False.",
     "metric_for_best_model": "eval_accuracy means eval/accuracy in metrics.jsonl. `reward` means the training reward "
     "(in TRL: eval_reward), and raises an error with EarlyStoppingCallback.",
+    "num_train_epochs": "With a positive max_steps, it raises an error; TRL ignores it.",
     "vllm_server_base_url": "Also takes a list.",
     "reward_weights": "None or empty gives each function a weight of 1.",
     "scale_rewards": "Also takes True (group) and False (none).",
