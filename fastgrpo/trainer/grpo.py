@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 import fastgrpo.trainer.setup as setup
@@ -634,6 +635,11 @@ class GRPOTrainer:
     def reward_func_names(self) -> list[str]:
         """The names of the reward functions."""
         return [] if self.rewards is None else list(self.rewards.names)
+
+    @property
+    def reward_weights(self) -> torch.Tensor:
+        """The weights of the reward functions."""
+        return torch.tensor([] if self.rewards is None else [*self.rewards.weights], dtype=torch.float32)
 
     get_off_policy_mask = staticmethod(get_off_policy_mask)
 

@@ -75,7 +75,7 @@ def test_warns_about_rows_without_any_reward_which_teach_nothing(tmp_path, caplo
 def test_has_the_attributes_that_scripts_read(tmp_path):
     trainer = script(tmp_path, entropy_coef=0.1, dataloader_num_workers=2, max_steps=1)
     assert trainer.args.dataloader_num_workers == 0 and trainer.args.accelerator_config.dispatch_batches is False
-    assert trainer.reward_func_names == ["share_of_a"]
+    assert trainer.reward_func_names == ["share_of_a"] and trainer.reward_weights.tolist() == [1.0]
     trainer.train()
     assert trainer.entropy_coef == trainer.state.log_history[0]["entropy_coef"] == 0.1
     logps, mask = torch.tensor([[-0.5, -9.0], [-2.0, -9.0], [-2.0, -9.0]]), torch.tensor([[1.0, 0.0]] * 3)
