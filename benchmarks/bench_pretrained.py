@@ -24,8 +24,8 @@ from benchmarks.bench_step import make_rows, middle_step, parity, save_model
 from benchmarks.compare import rows_of
 from benchmarks.contestants import Contest, Contestant, Entry, contest, taking_part
 from benchmarks.harness import CUDA, SMALL, Bar, at_least, at_most, finish
+from benchmarks.models import unpack
 from fastgrpo import GRPOConfig, GRPOTrainer
-from fastgrpo.policy.load import load_policy
 
 MODEL = os.environ.get("FASTGRPO_SMOLLM2")
 ROUNDS, SECONDS = (2, 9) if SMALL else (3, 150)  # no round starts after this many seconds
@@ -67,10 +67,8 @@ def contestants_of(folder: Path, beta: float) -> tuple[list[Contestant], dict[st
     path = folder / "model"
     if SMALL:
         save_model(path, "0.8m")
-    else:  # the folder has a GGUF file, which TRL does not read
-        policy, tokenizer = load_policy(MODEL, dtype="float32", device="cpu")
-        policy.module.save_pretrained(path)
-        tokenizer.save_pretrained(path)
+    else:
+        unpack(MODEL, path)
     entries = {"fastgrpo": "our_entry", "trl": "trl_entry"}
     missing = {} if find_spec("trl") else {"trl": "not installed: No module named 'trl'"}
     contestants = [

@@ -22,6 +22,7 @@ from benchmarks.bench_step import save_model
 from benchmarks.compare import rows_of
 from benchmarks.contestants import ROOT, Contestant, Entry, contest, taking_part
 from benchmarks.harness import CUDA, SMALL, Bar, at_least, finish
+from benchmarks.models import unpack
 from fastgrpo.policy.load import load_policy
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
@@ -69,10 +70,8 @@ def contestants_of(path: Path, cases: dict[str, dict[str, Any]]) -> tuple[list[C
     """Return the engines, and the reason for each missing one."""
     if SMALL:
         save_model(path, "0.8m")
-    else:  # the folder has a GGUF file, which vLLM does not read
-        policy, tokenizer = load_policy(MODEL, dtype="float32", device="cpu")
-        policy.module.save_pretrained(path)
-        tokenizer.save_pretrained(path)
+    else:
+        unpack(MODEL, path)
     options, missing = {"path": str(path), "cases": cases}, {}
     contestants = [Contestant("fastgrpo", "benchmarks.bench_vllm:our_entry", "cpu", **options)]
     if VLLM.exists() and not SMALL:

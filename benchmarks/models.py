@@ -1,11 +1,12 @@
-"""Models with random weights, for benchmarks."""
+"""Models of benchmarks: with random weights, or pretrained."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from fastgrpo.policy.load import prepare
+from fastgrpo.policy.load import load_policy, prepare
 from fastgrpo.policy.model import Policy
 
 FAMILIES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
@@ -82,3 +83,10 @@ def random_policy(size: Size, positions: int) -> Policy:
     special = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
     model = random_model("llama", size, "cpu", torch.float32, max_position_embeddings=positions, **special)
     return Policy.of(prepare(model))
+
+
+def unpack(source: str, folder: Path) -> None:
+    """Save a pretrained model in fp32 with its tokenizer, for peers that read no GGUF file."""
+    policy, tokenizer = load_policy(source, dtype="float32", device="cpu")
+    policy.module.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.models import unpack
 from fastgrpo import GRPOConfig
-from fastgrpo.policy.load import load_policy
 from fastgrpo.rewards.gsm8k import correctness, digits_reward, format_reward, length_reward
 from fastgrpo.tasks import arithmetic, gsm8k, make_policy
 
@@ -58,10 +58,8 @@ def carries(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def smollm2(folder: Path, seed: int) -> None:
-    """Save SmolLM2-135M-Instruct in fp32, because TRL reads no GGUF file."""
-    policy, tokenizer = load_policy(SMOLLM2, dtype="float32", device="cpu")
-    policy.module.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    """Save SmolLM2-135M-Instruct."""
+    unpack(SMOLLM2, folder)
 
 
 def questions(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

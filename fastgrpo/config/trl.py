@@ -163,7 +163,7 @@ def generation(stated: Stated) -> dict[str, Any]:
 
 
 def served(stated: Stated) -> dict[str, Any]:
-    """Translate use_vllm: with vllm_mode=server, completions and importance weights are those of vLLM servers."""
+    """Translate use_vllm. With vllm_mode=server, use vLLM servers, and correct by importance weights as TRL does."""
     mode = stated.get("vllm_mode", "colocate")
     if mode not in ("server", "colocate"):
         raise ValueError(f"vllm_mode={mode!r} is not supported; use 'server' or 'colocate'")
@@ -266,7 +266,7 @@ IDLE = [
     ("data_seed train_sampling_strategy length_column_name", "seed and shuffle_dataset set the order of prompts."),
     ("vllm_model_impl vllm_enable_sleep_mode vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length "
      "vllm_tensor_parallel_size",
-     "A vLLM server has its own options, and the engine needs none of these."),
+     "Set them where you start the vLLM servers. The engine needs none of them."),
     ("use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged "
      "cache_implementation use_cache pad_to_multiple_of", "The engine has continuous batching and its own KV cache."),
     ("local_rank ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend "

@@ -10,6 +10,10 @@ from typing import Any
 
 from fastgrpo.config.fields import keywords
 
+NO_FILTERS = (
+    "rollout_backend=vllm supports no top_k, top_p, min_p or repetition_penalty, because vLLM returns no log-probs of "
+    "the full distribution with them; leave them out"
+)
 # The condition, in words that follow "has an effect only if" -> when it holds, and the settings that need it.
 ONLY_WHERE = {
     "task is reasoning_gym": (lambda s: s.task == "reasoning_gym", "reasoning_gym_tasks"),
@@ -130,10 +134,7 @@ def _the_backend_can_abort(oversampling_factor, rollout_backend):
 
 def _servers_sample_without_filters(rollout_backend, top_k, top_p, min_p, repetition_penalty):
     if rollout_backend == "vllm" and (top_k or top_p < 1 or min_p or repetition_penalty != 1):
-        raise ValueError(
-            "rollout_backend=vllm supports no top_k, top_p, min_p or repetition_penalty, because vLLM returns no "
-            "log-probs of the full distribution with them; leave them out"
-        )
+        raise ValueError(NO_FILTERS)
 
 
 def _punishment_fits(soft_punish_cache, max_completion_length):

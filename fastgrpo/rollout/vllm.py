@@ -30,6 +30,7 @@ import httpx
 import torch
 from transformers.utils import logging as transformers_logging
 
+from fastgrpo.config.validation import NO_FILTERS
 from fastgrpo.data.records import Sample, StopReason
 from fastgrpo.policy.lora import has_adapters, merged
 from fastgrpo.policy.model import Policy
@@ -40,7 +41,7 @@ from fastgrpo.rollout.probe import TOLERANCE, Probe
 
 logger = logging.getLogger(__name__)
 
-VERSION = "0.32."  # of vLLM; the forms of requests and replies are those of this version
+VERSION = "0.32."  # the supported vLLM; requests and replies differ in others
 GENERATE = "/inference/v1/generate"
 PATIENCE = 10.0  # seconds without a reply before a server must answer that it is alive, within as many
 AGAIN = 0.5  # seconds between two tries of a server that failed
@@ -200,10 +201,7 @@ class VLLMBackend(RolloutBackend):
     def _check(self, request, n):
         super()._check(request, n)
         if request.sampling.filters or request.sampling.penalizes:
-            raise ValueError(
-                "rollout_backend=vllm supports no top_k, top_p, min_p or repetition_penalty, because vLLM returns no "
-                "log-probs of the full distribution with them; leave them out"
-            )
+            raise ValueError(NO_FILTERS)
 
     # Completions.
 
@@ -332,7 +330,7 @@ class VLLMBackend(RolloutBackend):
         if mode != "processed_logprobs":
             raise ValueError(
                 f"the vLLM server {server.url} has logprobs_mode={mode}; start it with --logprobs-mode "
-                "processed_logprobs, so that log-probs are those of the temperature"
+                "processed_logprobs, so that it returns log-probs after the temperature"
             )
 
     def _leave_out(self, server, error):

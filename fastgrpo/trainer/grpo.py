@@ -137,8 +137,9 @@ class GRPOTrainer:
                 "their answers in env_mask"
             )
         routed = self.environments is not None and self.environments.routed  # the rows name their environments
-        if train_dataset is None and self.environments is not None and self.environments.resets and args.max_steps > 0:
-            train_dataset = None if routed else [{}] * args.rows_per_step  # the environment writes the prompts
+        writes = self.environments is not None and self.environments.resets and not routed
+        if train_dataset is None and writes and args.max_steps > 0:
+            train_dataset = [{}] * args.rows_per_step  # the environment writes the prompts
         if train_dataset is None:
             remedy = "; or set max_steps, and let the environment write the prompts" if self.environments else ""
             remedy = ", and a column `environment`" if routed else remedy
