@@ -21,7 +21,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from itertools import dropwhile, takewhile, zip_longest
+from itertools import dropwhile, takewhile
 from logging import ERROR, getLogger
 from pathlib import Path
 from types import MappingProxyType
@@ -39,6 +39,9 @@ FLAGS = {"flash-attn": " --no-build-isolation"}  # for pip: the build imports to
 LIBRARIES = (  # of fastgrpo[train]
     "transformers", "tokenizers", "datasets", "pydantic", "tyro", "yaml", "tqdm", "rich", "matplotlib", "liger_kernel"
 )  # fmt: skip
+BOOLEANS = {  # as in transformers' and TRL's commands
+    **dict.fromkeys(("true", "yes", "t", "y", "1"), "True"), **dict.fromkeys(("false", "no", "f", "n", "0"), "False"),
+}  # fmt: skip
 COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")  # flags of tyro: a script for tab completion
 TRAIN = "pip install 'fastgrpo[train]'"
 _HERE = str(Path(__file__).parent.parent)
@@ -317,11 +320,19 @@ def _meant(unknown, names):
 
 
 def _spelled_out(argv, record):
-    """Add True after the flag of a boolean without a value: --quiet is --quiet True."""
+    """Write booleans as tyro does: --quiet, --quiet=true and --quiet yes are --quiet True."""
     flags, spelled = {f"--{name}" for name, kind in hints(record).items() if kind is bool}, []
-    for argument, after in zip_longest(argv, argv[1:], fillvalue="--"):
-        spelled += [argument, "True"] if argument in flags and after.startswith("--") else [argument]
-    return spelled
+    for argument in argv:
+        if spelled and spelled[-1] in flags and argument.startswith("--"):
+            spelled.append("True")
+        name, equals, value = argument.partition("=")
+        if name in flags and equals:
+            spelled += [name, BOOLEANS.get(value.lower(), value)]
+        elif spelled and spelled[-1] in flags:
+            spelled.append(BOOLEANS.get(argument.lower(), argument))
+        else:
+            spelled.append(argument)
+    return [*spelled, "True"] if spelled and spelled[-1] in flags else spelled
 
 
 def _renamed(argument, aliases):

@@ -642,6 +642,12 @@ class GRPOTrainer:
         """The weights of the reward functions."""
         return torch.tensor([] if self.rewards is None else [*self.rewards.weights], dtype=torch.float32)
 
+    @property
+    def tools(self) -> list[Callable]:
+        """The functions that the model may call, with the methods of environments."""
+        boxes = self.environments.boxes.values() if self.environments else ()
+        return list({name: tool for box in boxes for name, tool in box.tools.items()}.values())
+
     get_off_policy_mask = staticmethod(get_off_policy_mask)
 
     def is_world_process_zero(self) -> bool:
