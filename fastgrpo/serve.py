@@ -16,8 +16,6 @@ from fastgrpo.config.sections import LoadingConfig
 from fastgrpo.config.settings import Settings
 from fastgrpo.ranks import refuse_ranks
 
-KEY = "FASTGRPO_API_KEY"
-
 
 @settings_class
 class ServingConfig:
@@ -58,7 +56,7 @@ def serve(argv: list[str]) -> None:
     refuse_ranks("serve")
     from fastgrpo.policy.load import load_policy
     from fastgrpo.rollout.engine import RolloutEngine
-    from fastgrpo.serving.app import Server, listen
+    from fastgrpo.serving.app import KEY, Server, listen
     from fastgrpo.serving.scheduler import Scheduler
 
     quiet_libraries()

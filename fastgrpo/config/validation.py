@@ -61,7 +61,7 @@ reward_timeout reward_errors reward_workers max_eval_samples eval_num_generation
 quiet log_completions num_completions_to_print output_dir overwrite_output_dir
 logging_steps logging_first_step disable_tqdm eval_steps eval_on_start save_steps save_total_limit
 metric_for_best_model greater_is_better resume_from_checkpoint profile report_to run_name project
-push_to_hub hub_model_id hub_private_repo parallel ddp_timeout activation_offloading
+push_to_hub serve_port hub_model_id hub_private_repo parallel ddp_timeout activation_offloading
 vllm_server_base_url vllm_server_timeout vllm_weights_dir
 """
 # Settings that it may change with a warning: it then does not continue bit for bit.

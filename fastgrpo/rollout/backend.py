@@ -64,6 +64,7 @@ class RolloutBackend(ABC):
         self.waiting = deque()
         self.next_id = 0
         self.live_lanes = []  # number of completions in flight at each step since the backend was last idle
+        self.after_step = None  # called after each step of `run`
 
     @classmethod
     def from_config(cls, policy: Policy, config: Any, reserved: Callable[[], int] | None = None) -> "RolloutBackend":
@@ -202,6 +203,8 @@ class RolloutBackend(ABC):
         while self.has_unfinished_requests():
             finished = self.step()
             self.check_finite(finished)
+            if self.after_step is not None:
+                self.after_step()
             if progress is not None:
                 progress((left - self.work_left()) / work)
                 left = self.work_left()

@@ -41,6 +41,7 @@ HEAD_SECONDS = 15  # time for the head of a request
 BODY_SECONDS = 30  # time for the body of a request
 SHUTDOWN_SECONDS = 5  # time for open requests when the server ends
 TEMPLATE_ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+KEY = "FASTGRPO_API_KEY"  # environment variable
 BUILDERS = 32  # sets of tools whose `TurnBuilder` is kept
 
 
@@ -560,13 +561,17 @@ class Connection(H11Protocol):
             self._check_later()
 
 
-def listen(server: Server, host: str, port: int) -> tuple[uvicorn.Server, socket.socket]:
-    """Open a port; 0 takes a free one. `run(sockets=[...])` of the first result then serves it."""
+def listen(server: Server, host: str, port: int, flag: str = "--port") -> tuple[uvicorn.Server, socket.socket]:
+    """Open a port; 0 takes a free one. `run(sockets=[...])` of the first result then serves it.
+
+    Raises:
+        ValueError: The port cannot be opened; the message names the flag that sets it.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         opened = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise ValueError(f"port {port} of {host} cannot be opened ({error.strerror}); choose another --port") from None
+        raise ValueError(f"port {port} of {host} cannot be opened ({error.strerror}); choose another {flag}") from None
     config = uvicorn.Config(
         server.app(), http=Connection, ws="none", log_level="warning", server_header=False, proxy_headers=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,

@@ -1,6 +1,7 @@
-"""Runs the engine in a thread of its own, and hands tokens to the event loop as they are drawn.
+"""Runs the engine in one thread, and hands tokens to the event loop as they are drawn.
 
-Other threads never touch the engine: they post functions, which the engine's thread calls between two steps.
+Other threads never touch the engine: they post functions, which the engine's thread calls between two steps. It is a
+thread of the scheduler, or the one that calls `turn`.
 
 Requests start first come, first served. Completions in flight must have the same temperature, filters, penalty and stop
 tokens, so a request with others waits until the engine is idle, and the requests behind it wait too. No request
@@ -80,30 +81,32 @@ class Job:
 
 
 class Scheduler:
-    """The thread that owns an engine. `close` ends it.
+    """Requests to an engine. `close` ends them.
 
     Args:
         engine: An idle engine, made with `continuous`.
         max_requests: How many requests may be unfinished; `run` raises `Busy` for others.
+        threaded: Whether a thread runs the engine. If not, the caller's does, in `turn`.
 
     Attributes:
         version: Version of the weights.
         counts: Finished requests by reason, and tokens of prompts and completions.
     """
 
-    def __init__(self, engine: RolloutEngine, max_requests: int = 1024):
+    def __init__(self, engine: RolloutEngine, max_requests: int = 1024, threaded: bool = True):
         self.engine, self.max_requests, self.open = engine, max_requests, 0
         self.version, self.paused, self.counts = "0", None, Counter()
         self._posted, self._waiting, self._running = queue.SimpleQueue(), deque(), {}
         self._scoring, self._drained, self._shared = deque(), [], None
         self._numbers, self._closed = itertools.count(), False
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True) if threaded else None
+        if threaded:
+            self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether the thread is running."""
-        return self._thread.is_alive()
+        """Whether the engine runs."""
+        return not self._closed if self._thread is None else self._thread.is_alive()
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -113,9 +116,27 @@ class Scheduler:
 
     def close(self) -> None:
         """Abort all requests, and end the thread."""
-        self._closed = True
-        self._posted.put(lambda: None)
-        self._thread.join()
+        ended, self._closed = self._closed, True
+        if self._thread is not None:
+            self._posted.put(lambda: None)
+            self._thread.join()
+        elif not ended:
+            self._receive(wait=False)
+            self._end("the training has ended")
+
+    def updated(self, version: str) -> None:
+        """Go on with new weights. Completions in flight keep the keys and values of their earlier tokens."""
+        self._hand_over({request_id: job.seen for request_id, job in self._running.items()})
+        self.version = version
+        if self._running:
+            self.engine.weights.hold(math.inf)
+
+    def turn(self) -> None:
+        """Answer what was asked, and run one step of the engine."""
+        self._receive(wait=False)
+        if self.paused != "keep":
+            self._score_one()
+            self._step()
 
     def check_room(self, count: int) -> None:
         """Raise if this many requests cannot be taken."""
@@ -180,9 +201,14 @@ class Scheduler:
                     self._step()
             reason = "the server is shutting down"
         finally:
-            for job in (*self._waiting, *self._running.values()):
-                job.deliver((job, RuntimeError(reason)))
-            self.engine.abort_all()
+            self._end(reason)
+
+    def _end(self, reason):
+        for job in (*self._waiting, *self._running.values()):
+            job.deliver((job, RuntimeError(reason)))
+        self._waiting.clear()
+        self._running.clear()
+        self.engine.abort_all()
 
     def _receive(self, wait):
         """Call the posted functions."""
@@ -245,8 +271,11 @@ class Scheduler:
                 self.counts["generation_tokens"] += len(sample.ids)
             ended = [(each.ids[job.seen :], each.sampler_logps[job.seen :], each.finish_reason) for each in samples]
             self._deliver(job, ended)
-        watched = {request_id: job.seen for request_id, job in self._running.items() if job.watched}
-        for request_id, parts in self.engine.progress(watched).items():
+        self._hand_over({request_id: job.seen for request_id, job in self._running.items() if job.watched})
+
+    def _hand_over(self, seen):
+        """Deliver the further tokens of running requests."""
+        for request_id, parts in self.engine.progress(seen).items():
             job = self._running[request_id]
             if any(ids for ids, *_ in parts):
                 job.seen += max(len(ids) for ids, *_ in parts)

@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -130,6 +130,8 @@ class GRPOTrainer:
         )
         self.args, self.train_dataset, self.eval_dataset = args, train_dataset, eval_dataset
         self.ranks = ranks = join(args.device, args.ddp_timeout)
+        if args.serve_port is not None and ranks.size > 1:
+            raise ValueError("serve_port works in a single process; leave it out, or run without torchrun")
         self.environments, self.rollout_func = self._make_environments(tools, environment_factory), rollout_func
         if self.environments is not None and rollout_func is not None:
             raise ValueError(
@@ -364,7 +366,7 @@ class GRPOTrainer:
             SystemExit: SIGTERM (exit code 143) or a closed output pipe (141) stopped the run. Everything is saved.
         """
         self._resume_from(resume_from_checkpoint)
-        with StopSignals(self.ranks) as stop, self.log, self.rewards or nullcontext():
+        with StopSignals(self.ranks) as stop, self.log, self.rewards or nullcontext(), ExitStack() as self.exits:
             with self.checkpoints:
                 stopped_after = self._run(stop)
             if stopped_after is None:
@@ -375,6 +377,18 @@ class GRPOTrainer:
         # When the first rank exits, torchrun kills the others, which may still be writing.
         self.ranks.meet("the end of the other ranks")
         stop.leave()
+
+    def _serve(self):
+        """Serve the policy until the training ends."""
+        from fastgrpo.serving.live import LiveServer
+
+        version = self.state.global_step * self.args.updates_per_step
+        live = LiveServer(self.policy, self.tokenizer, self.args.serve_port, version)
+        self.exits.callback(live.close)
+        self.learner.live = live
+        if self.engine is not None:
+            self.engine.after_step = live.turn
+        self.log.say(f"{live.url} serves the policy")
 
     def _run(self, stop):
         """Run the remaining steps. Return None at the end of the run, or the step after which it was stopped."""
@@ -387,6 +401,8 @@ class GRPOTrainer:
             if self.ranks.lead:
                 set_aside(log.folder, self.state.global_step, log.say)
             callbacks.restore()
+        if self.args.serve_port is not None:
+            self._serve()
         log.terminal.progress(self.state.max_steps, self.title, done=self.state.global_step)
         epoch = None  # the epoch for which on_epoch_begin was called
         while True:

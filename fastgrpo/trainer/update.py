@@ -58,6 +58,7 @@ class Learner:
         self.max_grad_norm = max_grad_norm
         self.dealer = Dealer(max_tokens, share_prompt, ranks, policy.lockstep)
         self.timer, self.ranks = timer or StageTimer(policy.device), ranks
+        self.live = None  # the server of the policy
 
     @property
     def learning_rate(self) -> float:
@@ -82,11 +83,15 @@ class Learner:
             for loss in self._losses(samples, loss_fn, idle_fn):
                 with self.timer.stage("backward"):
                     loss.backward()
+                if self.live is not None:
+                    self.live.turn()
                 total = loss.detach() if total is None else total + loss.detach()
             if samples:
                 total = self.optimizer.reduce(self.ranks, total)
             with self.timer.stage("optimizer"):
                 norm = self.optimizer.step(self.max_grad_norm, total)
+            if self.live is not None:
+                self.live.updated()
         self.schedule.step()
         return norm, total
 

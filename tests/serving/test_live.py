@@ -1,0 +1,87 @@
+"""A training run that serves its policy: replies have the weights of the moment, and the run is not changed."""
+
+import threading
+from functools import partial
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import tiny
+import torch
+from tool_runs import make_trainer
+from transformers import TrainerCallback
+
+PROMPT = [5, 6, 7]
+
+
+class Client(TrainerCallback):
+    """Sends requests in a thread, and ends the training when it has seen enough; records the log-probs of each step."""
+
+    def __init__(self):
+        self.done, self.expected, self.single, self.long, self.error = threading.Event(), {}, [], [], None
+
+    def on_step_begin(self, args, state, control, model, **_):
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPT])).logits[0, -1]
+        self.expected[str(2 * state.global_step)] = logits.log_softmax(-1)
+        if state.global_step == 0:
+            self.thread = threading.Thread(target=self.ask, args=(self.trainer.learner.live.url,))
+            self.thread.start()
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = self.done.is_set()
+
+    def ask(self, url):
+        try:
+            with httpx.Client(timeout=60, headers={"authorization": "Bearer key"}) as client:
+                post = partial(client.post, url.replace("/v1", "/inference/v1/generate"))
+                while len({version for version, *_ in self.single}) < 3:
+                    self.single += drawn(post, 1)
+                self.long = drawn(post, 300)
+                assert client.get(f"{url}/models").json()["data"][0]["id"] == "policy"
+        except Exception as error:
+            self.error = error
+        finally:
+            self.done.set()
+
+
+def drawn(post, count):
+    sampling = {"max_tokens": count, "ignore_eos": True, "logprobs": 0}
+    reply = post(json={"token_ids": PROMPT, "sampling_params": sampling})
+    [choice] = reply.raise_for_status().json()["choices"]
+    logps = [each["logprob"] for each in choice["logprobs"]["content"]]
+    versions = [span["version"] for span in choice["weight_versions"] for _ in range(span["start"], span["end"])]
+    return list(zip(versions, choice["token_ids"], logps, strict=True))
+
+
+def make(tmp_path, name, **how):
+    how = {"lr_scheduler_type": "constant", "updates_per_rollout": 2, "log_completions": True, "logging_steps": 1} | how
+    return make_trainer(tmp_path, model=tiny.model(vocab_size=258, max_position_embeddings=512), name=name, **how)
+
+
+def test_a_run_serves_its_policy(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTGRPO_API_KEY", "key")
+    trainer, client = make(tmp_path, "served", serve_port=0, max_steps=10_000), Client()
+    client.trainer = trainer
+    trainer.add_callback(client)
+    trainer.train()
+    client.thread.join(60)
+    assert client.error is None
+    known = [(version, token, logp) for version, token, logp in client.single if version in client.expected]
+    assert len(known) > 0
+    for version, token, logp in known:
+        assert client.expected[version][token].item() == pytest.approx(logp, abs=1e-5)
+    versions = [int(version) for version, *_ in client.long]
+    assert len(versions) == 300 and versions == sorted(versions) and versions[-1] > versions[0]
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(trainer.learner.live.url)
+    steps = trainer.state.global_step
+    make(tmp_path, "alone", max_steps=steps).train()
+    mine, other = ((tmp_path / name / "samples.jsonl").read_text().splitlines() for name in ("served", "alone"))
+    assert len(mine) > 0 and mine == other
+
+
+def test_refuses_several_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr("fastgrpo.trainer.grpo.join", lambda *_: SimpleNamespace(size=2))
+    with pytest.raises(ValueError, match="serve_port"):
+        make(tmp_path, "run", serve_port=0)
