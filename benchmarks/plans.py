@@ -1,4 +1,4 @@
-"""Predicts which runs of Qwen2.5 fit which GPUs, and how many completions they draw at the same time.
+"""Predicts which runs of Qwen2.5 and Llama 3.1 fit which GPUs, and how many completions they draw at the same time.
 
     python -m benchmarks.plans
 
@@ -15,9 +15,11 @@ from fastgrpo.trainer.memory import MemoryPlan, plan
 
 ROOMS = {24: 23.5, 40: 39.4, 80: 79.1, 141: 139.7}  # GB of a GPU, and GiB that are free before a run
 LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
+LONG = LORA | {"lora_r": 32, "prompts_per_step": 1, "num_generations": 8, "max_completion_length": 20_000}
 RUNS = {  # name of the row -> model and settings
     "0.5B": ("0.5B", {}), "1.5B": ("1.5B", {}), "7B": ("7B", {}), "7B, LoRA": ("7B", LORA),
     "7B, fsdp2_offload": ("7B", {"parallel": "fsdp2_offload"}),
+    "8B, LoRA of rank 32, 8 completions of 20,000 tokens": ("8B", LONG),
 }  # fmt: skip
 STEP = {"prompts_per_step": 64, "num_generations": 16, "max_completion_length": 1024, "use_liger_kernel": True}
 

@@ -40,11 +40,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.trainer.memory import MICRO_BATCHES, PROMPT_TOKENS, Count, plan
 
-# Qwen2.5: hidden size, width of the MLP, layers, query heads, key heads, vocabulary, tied head.
+# Qwen2.5, and Llama 3.1 as 8B: hidden size, width of the MLP, layers, query heads, key heads, vocabulary, tied head.
 SHAPES = {
     "0.5B": (896, 4864, 24, 14, 2, 151_936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),
     "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
+    "8B": (4096, 14_336, 32, 32, 8, 128_256, False),
     "32B": (5120, 27_648, 64, 40, 8, 152_064, False),
 }
 MODELS = "1.5B", "7B", "32B"  # of the table
