@@ -27,6 +27,7 @@ class RaceTask(NamedTuple):
         rows: Returns the training rows of a seed, and the held-out rows.
         rewards: The reward functions; a completion is right if the first one gives 1.
         prompts: Prompts of a step.
+        updates: Updates per step, each on a part of its groups.
         settings: Settings in the names that the trainers share.
         steps: Steps of a run.
         every: Steps between two measurements of the accuracy.
@@ -38,6 +39,7 @@ class RaceTask(NamedTuple):
     rows: Callable[[int], tuple[list[dict[str, Any]], list[dict[str, Any]]]]
     rewards: list[Callable[..., list[float]]]
     prompts: int
+    updates: int
     settings: dict[str, Any]
     steps: int
     every: int
@@ -71,12 +73,13 @@ def questions(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 TASKS = {
     "embedded": RaceTask(
-        warm_sums, carries, [arithmetic.correctness], prompts=32, steps=300, every=20, target=0.95, limit=400,
+        warm_sums, carries, [arithmetic.correctness], prompts=32, updates=2, steps=300, every=20, target=0.95,
+        limit=400,
         settings=COMMON | {"learning_rate": 4e-4, "beta": 0.005, "max_completion_length": 28, "warmup_steps": 40},
     ),
     "smollm2": RaceTask(
-        smollm2, questions, [correctness, format_reward, length_reward, digits_reward], prompts=4, steps=120, every=20,
-        target=0.6, limit=3000,
+        smollm2, questions, [correctness, format_reward, length_reward, digits_reward], prompts=4, updates=1, steps=120,
+        every=20, target=0.6, limit=3000,
         settings=COMMON | {"learning_rate": 1.5e-5, "beta": 0.06, "max_completion_length": 40, "warmup_steps": 5,
                            "scale_rewards": "none"},
     ),

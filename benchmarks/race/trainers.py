@@ -1,8 +1,8 @@
 """The trainers of the race, each in a process of its own (benchmarks/contestants.py).
 
 An entry has two calls: the variant's name trains one step, and "save" writes the weights to a file, for the measurement
-of the accuracy. All trainers start from the same model, draw on the CPU in fp32, and train on the completions of a step
-as one batch.
+of the accuracy. All trainers start from the same model, draw on the CPU in fp32, and train on the completions of an
+update as one batch.
 """
 
 import json
@@ -43,10 +43,11 @@ def our_trainer(
     return GRPOTrainer(path, race.rewards, config, rows, rollout_func=rollout)
 
 
-def trl_settings(variant: str, race: RaceTask) -> dict[str, Any]:
-    """Return the settings of TRL's trainer."""
+def trl_settings(variant: str, race: RaceTask, updates: int = 1) -> dict[str, Any]:
+    """Return the settings of TRL's trainer for this many updates per rollout."""
     return {
-        "per_device_train_batch_size": race.prompts * race.settings["num_generations"],
+        "per_device_train_batch_size": race.prompts * race.settings["num_generations"] // updates,
+        "steps_per_generation": updates,
         "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,
@@ -66,11 +67,16 @@ def entry(variant: str, task: str, path: str, folder: str, seed: int) -> Entry:
     race, how = TASKS[task], {"output_dir": f"{folder}/run", "seed": seed}
     rows = race.rows(seed)[0]
     if variant == "fastgrpo":
-        trainer = our_trainer(race, path, rows, max_steps=10_000, **how)
+        trainer = our_trainer(race, path, rows, max_steps=10_000, updates_per_rollout=race.updates, **how)
         step = trainer.step
     else:
-        settings = trl_settings(variant, race) | how
-        step, trainer = stepwise.trl_trainer(path, race.rewards, rows, adapt=adapt(variant), **settings)
+        settings = trl_settings(variant, race, race.updates) | how
+        update, trainer = stepwise.trl_trainer(path, race.rewards, rows, adapt=adapt(variant), **settings)
+
+        def step() -> None:
+            for _ in range(race.updates):
+                update()
+
     return Entry({variant: step, "save": partial(save_model, trainer.model, f"{folder}/{WEIGHTS}")})
 
 

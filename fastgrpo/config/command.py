@@ -25,7 +25,7 @@ from itertools import dropwhile, takewhile
 from logging import ERROR, getLogger
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TextIO, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TextIO, TypeVar, get_args, get_type_hints
 
 from fastgrpo.config.fields import AutoCount, allowed, did_you_mean, hints, own_fields, sections_of, title
 from fastgrpo.config.validation import CONDITIONS
@@ -321,7 +321,8 @@ def _meant(unknown, names):
 
 def _spelled_out(argv, record):
     """Write booleans as tyro does: --quiet, --quiet=true and --quiet yes are --quiet True."""
-    flags, spelled = {f"--{name}" for name, kind in hints(record).items() if kind is bool}, []
+    kinds, spelled = hints(record).items(), []
+    flags = {f"--{name}" for name, kind in kinds if any(one is bool or one is True for one in (kind, *get_args(kind)))}
     for argument in argv:
         if spelled and spelled[-1] in flags and argument.startswith("--"):
             spelled.append("True")

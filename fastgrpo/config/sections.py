@@ -409,8 +409,7 @@ class RunConfig:
     project: str = "huggingface"
     """Send the run to this project in trackio, and in W&B if WANDB_PROJECT is not set."""
     serve_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Serve the policy at this port of 127.0.0.1 while it trains, as fastgrpo.serve does; 0 takes a free port. None
-    turns it off."""
+    """Serve the policy over HTTP at this port of 127.0.0.1 while it trains; 0 takes a free port. None turns it off."""
     push_to_hub: bool = False
     """Upload the trained model to the Hugging Face hub after the run."""
     hub_model_id: str | None = None

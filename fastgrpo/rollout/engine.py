@@ -371,6 +371,13 @@ class RolloutEngine(RolloutBackend):
         if not self.unfinished and not self.continuous:
             self.weights.release()
 
+    def free(self) -> None:
+        """Free keys and values, CUDA graphs and copies of weights until the next request. Nothing may be in flight."""
+        self.weights.release()
+        self.graphs.clear()
+        self.geometry = self.slots = self.lanes = self.budget = None
+        self.phases.clear()
+
     @torch.no_grad()
     def step(self) -> dict[int, list[Sample]]:
         """Append the answers of tools, admit waiting groups, decode until the next poll, and collect finished groups.

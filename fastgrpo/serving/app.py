@@ -573,7 +573,7 @@ def listen(server: Server, host: str, port: int, flag: str = "--port") -> tuple[
     except OSError as error:
         raise ValueError(f"port {port} of {host} cannot be opened ({error.strerror}); choose another {flag}") from None
     config = uvicorn.Config(
-        server.app(), http=Connection, ws="none", log_level="warning", server_header=False, proxy_headers=False,
+        server.app(), http=Connection, ws="none", log_config=None, server_header=False, proxy_headers=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )  # fmt: skip
     return uvicorn.Server(config), opened

@@ -81,7 +81,7 @@ class Job:
 
 
 class Scheduler:
-    """Requests to an engine. `close` ends them.
+    """Admits requests to an engine, and delivers what it draws. `close` ends it.
 
     Args:
         engine: An idle engine, made with `continuous`.
@@ -114,15 +114,15 @@ class Scheduler:
         waiting = len(self._waiting) + len(self.engine.waiting)
         return len(self._running) - len(self.engine.waiting), waiting
 
-    def close(self) -> None:
-        """Abort all requests, and end the thread."""
+    def close(self, reason: str = "the server is shutting down") -> None:
+        """Abort all requests, and end the thread if there is one."""
         ended, self._closed = self._closed, True
         if self._thread is not None:
             self._posted.put(lambda: None)
             self._thread.join()
         elif not ended:
             self._receive(wait=False)
-            self._end("the training has ended")
+            self._end(reason)
 
     def updated(self, version: str) -> None:
         """Go on with new weights. Completions in flight keep the keys and values of their earlier tokens."""
@@ -132,7 +132,7 @@ class Scheduler:
             self.engine.weights.hold(math.inf)
 
     def turn(self) -> None:
-        """Answer what was asked, and run one step of the engine."""
+        """Call what other threads posted, and run one step of the engine."""
         self._receive(wait=False)
         if self.paused != "keep":
             self._score_one()
@@ -175,12 +175,14 @@ class Scheduler:
 
     async def score(self, ids: list[int], sampling: SamplingParams, top: int) -> Scores:
         """Compute the log-probs of given tokens, and the `top` likeliest tokens at each place."""
+        self.check_room(0)
         future = Future()
         self._posted.put(partial(self._scoring.append, (future, ids, sampling, top)))
         return await asyncio.wrap_future(future)
 
     async def pause(self, mode: str) -> None:
         """Start no further requests until `resume`; `wait` returns when those in flight have finished."""
+        self.check_room(0)
         future = Future()
         self._posted.put(partial(self._pause, mode, future))
         await asyncio.wrap_future(future)
@@ -208,6 +210,12 @@ class Scheduler:
             job.deliver((job, RuntimeError(reason)))
         self._waiting.clear()
         self._running.clear()
+        while self._scoring:
+            future, *_ = self._scoring.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(RuntimeError(reason))
+        while self._drained:
+            _settle(self._drained.pop())
         self.engine.abort_all()
 
     def _receive(self, wait):

@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -130,8 +130,6 @@ class GRPOTrainer:
         )
         self.args, self.train_dataset, self.eval_dataset = args, train_dataset, eval_dataset
         self.ranks = ranks = join(args.device, args.ddp_timeout)
-        if args.serve_port is not None and ranks.size > 1:
-            raise ValueError("serve_port works in a single process; leave it out, or run without torchrun")
         self.environments, self.rollout_func = self._make_environments(tools, environment_factory), rollout_func
         if self.environments is not None and rollout_func is not None:
             raise ValueError(
@@ -188,6 +186,7 @@ class GRPOTrainer:
         )  # fmt: skip
         judged = self.rewards is not None  # without rewards, no completions are drawn
         self.engine = make_backend(self.policy.for_rollouts, args, self._bytes_to_come) if judged else None
+        self.live = None if args.serve_port is None else self._make_live()
         self._prepare()
         functions = self.rewards.functions if judged else []
         self.inputs = inputs_of(args, functions, model, (train_rows, *self.held_out.values()))
@@ -246,6 +245,21 @@ class GRPOTrainer:
     @property
     def _shows_bars(self):  # used before the log exists
         return self.ranks.lead and not (self.args.disable_tqdm or self.args.quiet) and is_terminal(sys.stderr)
+
+    def _make_live(self):
+        """Make the server of the policy."""
+        from fastgrpo.rollout.engine import RolloutEngine
+        from fastgrpo.serving.live import LiveServer
+
+        if self.ranks.size > 1 or not isinstance(self.engine, RolloutEngine):
+            raise ValueError(
+                "serve_port works in a single process whose completions come from the engine of this package; leave it "
+                "out, or set rollout_backend=fast"
+            )
+        longest = max(1024, 2 * self.args.max_completion_length)
+        live = LiveServer(self.policy.for_rollouts, self.tokenizer, self.args.serve_port, longest, self._bytes_to_come)
+        self.engine.after_step, self.learner.live = live.turn, live
+        return live
 
     def _bytes_to_come(self):
         """Return the bytes that an update will allocate in addition to the present ones."""
@@ -366,7 +380,7 @@ class GRPOTrainer:
             SystemExit: SIGTERM (exit code 143) or a closed output pipe (141) stopped the run. Everything is saved.
         """
         self._resume_from(resume_from_checkpoint)
-        with StopSignals(self.ranks) as stop, self.log, self.rewards or nullcontext(), ExitStack() as self.exits:
+        with StopSignals(self.ranks) as stop, self.log, self.rewards or nullcontext(), self.live or nullcontext():
             with self.checkpoints:
                 stopped_after = self._run(stop)
             if stopped_after is None:
@@ -377,18 +391,6 @@ class GRPOTrainer:
         # When the first rank exits, torchrun kills the others, which may still be writing.
         self.ranks.meet("the end of the other ranks")
         stop.leave()
-
-    def _serve(self):
-        """Serve the policy until the training ends."""
-        from fastgrpo.serving.live import LiveServer
-
-        version = self.state.global_step * self.args.updates_per_step
-        live = LiveServer(self.policy, self.tokenizer, self.args.serve_port, version)
-        self.exits.callback(live.close)
-        self.learner.live = live
-        if self.engine is not None:
-            self.engine.after_step = live.turn
-        self.log.say(f"{live.url} serves the policy")
 
     def _run(self, stop):
         """Run the remaining steps. Return None at the end of the run, or the step after which it was stopped."""
@@ -401,8 +403,9 @@ class GRPOTrainer:
             if self.ranks.lead:
                 set_aside(log.folder, self.state.global_step, log.say)
             callbacks.restore()
-        if self.args.serve_port is not None:
-            self._serve()
+        if self.live is not None:
+            self.live.start(self.state.global_step * self.args.updates_per_step)
+            log.say(f"{self.live.url} serves the policy")
         log.terminal.progress(self.state.max_steps, self.title, done=self.state.global_step)
         epoch = None  # the epoch for which on_epoch_begin was called
         while True:

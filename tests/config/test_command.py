@@ -41,6 +41,8 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(argv, named, encoding, monkeyp
 def test_a_boolean_without_a_value_is_true():
     assert parse(["--quiet"]).quiet and parse(["--quiet", "--beta", "0"]).quiet and not parse([]).quiet
     assert not parse(["--quiet", "False"]).quiet and not parse(["--quiet=false"]).quiet
+    assert parse(["--gradient_checkpointing"]).gradient_checkpointing is True
+    assert parse(["--use_liger_kernel", "0"]).use_liger_kernel is False
     assert parse(["--quiet", "yes"]).quiet and not parse(["--quiet", "0", "--beta", "1"]).quiet
     assert not parse(["--quiet", "--quiet", "False"]).quiet  # the last one counts, as a sweep relies on
 

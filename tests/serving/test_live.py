@@ -1,8 +1,8 @@
 """A training run that serves its policy: replies have the weights of the moment, and the run is not changed."""
 
+import socket
 import threading
 from functools import partial
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -25,7 +25,7 @@ class Client(TrainerCallback):
             logits = model(torch.tensor([PROMPT])).logits[0, -1]
         self.expected[str(2 * state.global_step)] = logits.log_softmax(-1)
         if state.global_step == 0:
-            self.thread = threading.Thread(target=self.ask, args=(self.trainer.learner.live.url,))
+            self.thread = threading.Thread(target=self.ask, args=(self.trainer.live.url,))
             self.thread.start()
 
     def on_step_end(self, args, state, control, **_):
@@ -74,14 +74,31 @@ def test_a_run_serves_its_policy(tmp_path, monkeypatch):
     versions = [int(version) for version, *_ in client.long]
     assert len(versions) == 300 and versions == sorted(versions) and versions[-1] > versions[0]
     with pytest.raises(httpx.ConnectError):
-        httpx.get(trainer.learner.live.url)
+        httpx.get(trainer.live.url)
     steps = trainer.state.global_step
     make(tmp_path, "alone", max_steps=steps).train()
     mine, other = ((tmp_path / name / "samples.jsonl").read_text().splitlines() for name in ("served", "alone"))
     assert len(mine) > 0 and mine == other
 
 
-def test_refuses_several_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr("fastgrpo.trainer.grpo.join", lambda *_: SimpleNamespace(size=2))
+def test_failures_stay_in_the_server(tmp_path, monkeypatch, caplog):
+    def fail(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    trainer, client = make(tmp_path, "run", serve_port=0, max_steps=10_000), Client()
+    client.trainer = trainer
+    trainer.add_callback(client)
+    monkeypatch.setattr(trainer.live.engine, "step", fail)
+    monkeypatch.setattr(trainer.live.engine, "abort_request", fail)
+    trainer.train()
+    client.thread.join(60)
+    assert isinstance(client.error, httpx.HTTPError) and "serving failed" in caplog.text
+    assert trainer.live.engine.slots is None
+
+
+def test_refuses_what_cannot_be_served(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="serve_port"):
-        make(tmp_path, "run", serve_port=0)
+        make(tmp_path, "run", serve_port=0, rollout_backend="hf")
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ValueError, match="--serve_port"):
+        make(tmp_path, "run", serve_port=taken.getsockname()[1])
+    assert not (tmp_path / "run").exists()
