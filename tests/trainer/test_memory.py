@@ -221,14 +221,6 @@ def test_the_cheapest_micro_batch_and_recomputation_that_fit_are_chosen(name, gi
     assert made.why.endswith("leave no room for merged adapters") == (name == "7B, LoRA")
 
 
-def test_gradient_checkpointing_follows_its_setting(planned):
-    assert [planned("0.5B", gradient_checkpointing=wanted).checkpointing for wanted in (True, False)] == [True, False]
-    made = planned("0.5B", room=math.inf)  # auto is on on a CPU
-    assert (made.recomputed, made.tokens) == (24, 16384)
-    made = planned_on("0.5B", 24, activation_offloading=True)  # inputs of one layer remain
-    assert made.recomputed == 24 and sizes(made)["activations"] == made.tokens * 896 * 2
-
-
 def test_reward_models_on_the_policys_device_take_their_place():
     model, config = tiny.model(vocab_size=258), GRPOConfig(device="cpu", gradient_checkpointing=True)
     judge = Qwen2ForSequenceClassification(tiny.config(num_labels=1))
@@ -269,11 +261,6 @@ def test_each_of_eight_devices_holds_its_share_and_what_it_gathers(planned):
     assert sizes(planned("7B", 8, parallel="fsdp2_keep"))["gathered layers"] == 2 * whole
     offload = sizes(planned("7B", 8, parallel="fsdp2_offload"))
     assert offload["policy"] == offload["gradients"] == offload["optimizer"] == 0 < offload["whole weights"]
-
-
-def test_8_bit_moments_save_6_bytes_of_each_trained_parameter(planned):
-    full, small = (sizes(planned("1.5B", optim=optim)) for optim in ("adamw_torch", "adamw_8bit"))
-    assert full["optimizer"] - small["optimizer"] == 6 * outlined("1.5B").num_parameters()
 
 
 def test_the_device_with_the_least_room_decides_for_all(planned, tmp_path):
