@@ -35,7 +35,7 @@ ENOUGH = 0.36  # greedy accuracy on sums with a carry at which the warm start en
 # learning rate has come down.
 CHECK_FROM, CHECK_STEPS, CHECK_PROMPTS = 240, 10, 300
 _FORM = re.compile(r"\d\+\d=\d+ \d\+\d(\+1)?=\d+ \d+")
-CARRY_SHARE = 0.08  # share of the warm start's examples with a carry: enough to show it, too few to learn it
+CARRY_SHARE = 0.12  # share of the warm start's examples with a carry: enough to show it, too few to learn it
 
 
 def correctness(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float]:
