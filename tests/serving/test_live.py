@@ -47,8 +47,7 @@ class Client(TrainerCallback):
 
 def drawn(post, count):
     sampling = {"max_tokens": count, "ignore_eos": True, "logprobs": 0}
-    reply = post(json={"token_ids": PROMPT, "sampling_params": sampling})
-    [choice] = reply.raise_for_status().json()["choices"]
+    [choice] = post(json={"token_ids": PROMPT, "sampling_params": sampling}).raise_for_status().json()["choices"]
     logps = [each["logprob"] for each in choice["logprobs"]["content"]]
     versions = [span["version"] for span in choice["weight_versions"] for _ in range(span["start"], span["end"])]
     return list(zip(versions, choice["token_ids"], logps, strict=True))
@@ -74,8 +73,7 @@ def test_a_run_serves_its_policy(tmp_path, monkeypatch):
     assert len(versions) == 300 and versions == sorted(versions) and versions[-1] > versions[0]
     with pytest.raises(httpx.ConnectError):
         httpx.get(trainer.live.url)
-    steps = trainer.state.global_step
-    make(tmp_path, "alone", max_steps=steps).train()
+    make(tmp_path, "alone", max_steps=trainer.state.global_step).train()
     mine, other = ((tmp_path / name / "samples.jsonl").read_text().splitlines() for name in ("served", "alone"))
     assert len(mine) > 0 and mine == other
 

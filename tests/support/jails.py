@@ -41,10 +41,10 @@ def ours():
     return {process.pid for process in processes if str(MEMORY) in (process.info["cmdline"] or ())}
 
 
-def machine():
-    """What attacks try to change: all of it must be the same afterwards."""
+def machine(others):
+    """What attacks try to change: all of it must be the same afterwards. `others` are children of other tests."""
     return {
-        "jails": ours(), "children": {child.pid for child in psutil.Process().children(recursive=True)},
+        "jails": ours(), "children": {child.pid for child in psutil.Process().children(True)} - others,
         "mounts": Path("/proc/self/mounts").read_text(), "descriptors": set(os.listdir("/proc/self/fd")),
         "segments": Path("/proc/sysvipc/shm").read_text().count("\n"), "niceness": os.nice(0),
         "stray files": [path for path in ("/tmp/escaped", "/dev/shm/escaped", "/escaped") if os.path.exists(path)],
