@@ -1,5 +1,6 @@
 """What tests of the sandbox share: programs in fences, and what a jail could change on a machine."""
 
+import contextlib
 import os
 import subprocess
 from pathlib import Path
@@ -41,10 +42,19 @@ def ours():
     return {process.pid for process in processes if str(MEMORY) in (process.info["cmdline"] or ())}
 
 
-def machine(others):
-    """What attacks try to change: all of it must be the same afterwards. `others` are children of other tests."""
+def escaped():
+    """Children with the environment of a jail's program, which has no PATH. Other tests may leave other children."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            found |= {child.pid} if child.environ() and "PATH" not in child.environ() else set()
+    return found
+
+
+def machine():
+    """What attacks try to change: all of it must be the same afterwards."""
     return {
-        "jails": ours(), "children": {child.pid for child in psutil.Process().children(True)} - others,
+        "jails": ours(), "children": escaped(),
         "mounts": Path("/proc/self/mounts").read_text(), "descriptors": set(os.listdir("/proc/self/fd")),
         "segments": Path("/proc/sysvipc/shm").read_text().count("\n"), "niceness": os.nice(0),
         "stray files": [path for path in ("/tmp/escaped", "/dev/shm/escaped", "/escaped") if os.path.exists(path)],

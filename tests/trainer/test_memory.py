@@ -279,14 +279,3 @@ def test_a_trainer_refuses_a_run_that_does_not_fit_before_it_loads_weights(tmp_p
     with pytest.raises(ValueError, match=r"the run needs at least .* MiB .*, and 1.00 MiB are available"):
         make_trainer(tmp_path)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_trainer_prints_its_plan_where_memory_is_limited(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(setup, "plan_run", functools.partial(plan_run, room=2**40))
-    offloading = {"gradient_checkpointing": "auto", "activation_offloading": True}
-    assert make_trainer(tmp_path / "offloading", **offloading).policy.offloads
-    trainer = make_trainer(tmp_path, gradient_checkpointing="auto")
-    assert not trainer.policy.offloads
-    assert "of 1024.00 GiB" in capsys.readouterr().out and not trainer.model.is_gradient_checkpointing
-    assert trainer.engine.reserved() == trainer.optimizer.bytes_to_come(trainer.policy.device) + trainer.plan.passing
-    assert trainer.about()["config"]["gradient_checkpointing"] == "auto"  # the choice is made anew where a run resumes
