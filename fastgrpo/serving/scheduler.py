@@ -131,9 +131,9 @@ class Scheduler:
         if self._running:
             self.engine.weights.hold(math.inf)
 
-    def turn(self) -> None:
-        """Call what other threads posted, and run one step of the engine."""
-        self._receive(wait=False)
+    def turn(self, wait: bool = False) -> None:
+        """Call what other threads posted, or `wait` for it, and run one step of the engine."""
+        self._receive(wait)
         if self.paused != "keep":
             self._score_one()
             self._step()
@@ -197,10 +197,7 @@ class Scheduler:
             while not self._closed:
                 frozen = self.paused == "keep"
                 busy = self._running or self._scoring or (self._waiting and self.paused is None)
-                self._receive(wait=frozen or not busy)
-                if self.paused != "keep":
-                    self._score_one()
-                    self._step()
+                self.turn(wait=frozen or not busy)
             reason = "the server is shutting down"
         finally:
             self._end(reason)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastgrpo.policy.model import Policy
 from fastgrpo.run import profiling
-from fastgrpo.run.profiling import STAGES, StageTimer, update_flops
+from fastgrpo.run.profiling import STAGES, StageTimer, peak_flops, update_flops
 
 
 @pytest.fixture
@@ -76,3 +76,13 @@ def test_profile_writes_a_trace_and_a_table(tmp_path, capsys, without_curves):
     assert any(event.get("name") == "aten::mm" for event in events)
     for row in lines(tmp_path / "run"):
         assert {f"time/{stage}" for stage in STAGES} <= set(row)
+
+
+PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "L40S": 362e12, "L4": 121e12, "A10": 125e12, "T4": None}
+
+
+def test_the_peak_of_a_gpu_is_found_by_its_name(monkeypatch):
+    for name, peak in PEAKS.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: f"NVIDIA {name}")
+        assert peak_flops(torch.device("cuda"), torch.bfloat16) == peak
+        assert peak_flops(torch.device("cuda"), torch.float32) is None

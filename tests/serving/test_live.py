@@ -85,7 +85,7 @@ def test_failures_stay_in_the_server(tmp_path, monkeypatch, caplog):
     assert trainer.state.global_step == 2 and "serving failed" in caplog.text and not trainer.live.scheduler.alive
 
 
-def test_refuses_what_cannot_be_served(tmp_path, monkeypatch):
+def test_refuses_what_cannot_be_served(tmp_path):
     with pytest.raises(ValueError, match="serve_port"):
         make(tmp_path, "run", serve_port=0, rollout_backend="hf")
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ValueError, match="--serve_port"):

@@ -221,6 +221,14 @@ def test_the_cheapest_micro_batch_and_recomputation_that_fit_are_chosen(name, gi
     assert made.why.endswith("leave no room for merged adapters") == (name == "7B, LoRA")
 
 
+def test_gradient_checkpointing_follows_its_setting(planned):
+    assert [planned("0.5B", gradient_checkpointing=wanted).checkpointing for wanted in (True, False)] == [True, False]
+    made = planned("0.5B", room=math.inf)  # auto is on on a CPU
+    assert (made.recomputed, made.tokens) == (24, 16384)
+    made = planned_on("0.5B", 24, activation_offloading=True)  # inputs of one layer remain
+    assert made.recomputed == 24 and sizes(made)["activations"] == made.tokens * 896 * 2
+
+
 def test_reward_models_on_the_policys_device_take_their_place():
     model, config = tiny.model(vocab_size=258), GRPOConfig(device="cpu", gradient_checkpointing=True)
     judge = Qwen2ForSequenceClassification(tiny.config(num_labels=1))
@@ -263,6 +271,11 @@ def test_each_of_eight_devices_holds_its_share_and_what_it_gathers(planned):
     assert offload["policy"] == offload["gradients"] == offload["optimizer"] == 0 < offload["whole weights"]
 
 
+def test_8_bit_moments_save_6_bytes_of_each_trained_parameter(planned):
+    full, small = (sizes(planned("1.5B", optim=optim)) for optim in ("adamw_torch", "adamw_8bit"))
+    assert full["optimizer"] - small["optimizer"] == 6 * outlined("1.5B").num_parameters()
+
+
 def test_the_device_with_the_least_room_decides_for_all(planned, tmp_path):
     outlined("1.5B").config.save_pretrained(tmp_path)
     config = GRPOConfig(device="cpu", dtype="bfloat16")
@@ -279,3 +292,14 @@ def test_a_trainer_refuses_a_run_that_does_not_fit_before_it_loads_weights(tmp_p
     with pytest.raises(ValueError, match=r"the run needs at least .* MiB .*, and 1.00 MiB are available"):
         make_trainer(tmp_path)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_trainer_prints_its_plan_where_memory_is_limited(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(setup, "plan_run", functools.partial(plan_run, room=2**40))
+    offloading = {"gradient_checkpointing": "auto", "activation_offloading": True}
+    assert make_trainer(tmp_path / "offloading", **offloading).policy.offloads
+    trainer = make_trainer(tmp_path, gradient_checkpointing="auto")
+    assert not trainer.policy.offloads
+    assert "of 1024.00 GiB" in capsys.readouterr().out and not trainer.model.is_gradient_checkpointing
+    assert trainer.engine.reserved() == trainer.optimizer.bytes_to_come(trainer.policy.device) + trainer.plan.passing
+    assert trainer.about()["config"]["gradient_checkpointing"] == "auto"  # the choice is made anew where a run resumes

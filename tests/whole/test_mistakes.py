@@ -17,6 +17,7 @@ from mistakes import Case, check
 from paths import ROOT
 
 from fastgrpo import train
+from fastgrpo.chat import main
 from fastgrpo.run.checkpoint import checkpoints, verify
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -114,6 +115,15 @@ def test_rejects_a_wrong_model(name, case, capfd):
     assert "the code of the model ran" not in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["evaluate", "chat", "doctor"])
+def test_other_commands_reject_a_wrong_model(command, case, capfd):
+    spoil, message = MODELS["quantized weights"]
+    spoil(case)
+    argv = {"evaluate": [str(case.model)], "chat": [str(case.model), "--prompt", "a"],
+            "doctor": ["--model", str(case.model)]}[command]  # fmt: skip
+    check(importlib.import_module(f"fastgrpo.{command}").main, argv, message, capfd)
+
+
 @pytest.mark.parametrize("value", ["kernels-community/x", {"": "any/kernel"}], ids=str)
 def test_no_field_of_a_model_makes_a_command_look_for_a_kernel(value, case, capfd):
     asked = []
@@ -188,6 +198,13 @@ def test_rejects_a_wrong_run(name, case, capfd):
     check(train.main, case.argv(**changes), message, capfd)
 
 
+def test_a_correct_run_passes(case):
+    """And its folder is free again."""
+    for changes in ({}, {"overwrite_output_dir": True}):
+        assert train.main(case.argv(**changes)) == 0
+        assert (case.run / "checkpoint-1" / "model.safetensors").exists()
+
+
 @pytest.mark.slow
 def test_a_run_whose_reader_leaves_saves_and_exits_by_sigpipe(tmp_path, saved, monkeypatch):
     case = Case(tmp_path, saved, monkeypatch)
@@ -205,3 +222,11 @@ def test_a_run_whose_reader_leaves_saves_and_exits_by_sigpipe(tmp_path, saved, m
     assert process.wait(timeout=100) == 141
     assert "Traceback" not in told and "the output pipe was closed: finishing the step, then saving" in told
     verify(max(checkpoints(case.run).items())[1])
+
+
+def test_a_terminal_of_ascii_gets_escapes(saved, monkeypatch, tmp_path):
+    with open(tmp_path / "out", "w", encoding="ascii") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main([str(saved), "--prompt", "a", "-n", "8", "--seed", "1", "--device", "cpu"]) == 0
+    said = (tmp_path / "out").read_bytes()
+    assert rb"\ufffd" in said and said.isascii()
