@@ -42,19 +42,23 @@ def ours():
     return {process.pid for process in processes if str(MEMORY) in (process.info["cmdline"] or ())}
 
 
-def escaped():
-    """Children with the environment of a jail's program, which has no PATH. Other tests may leave other children."""
+def descendants(process, others=()):
+    """Processes below one, without `others` and what those start."""
     found = set()
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has ended
-            found |= {child.pid} if child.environ() and "PATH" not in child.environ() else set()
+    with contextlib.suppress(psutil.Error):  # it has ended
+        for child in process.children():
+            if child.pid not in others:
+                found |= {child.pid} | descendants(child, others)
     return found
 
 
-def machine():
-    """What attacks try to change: all of it must be the same afterwards."""
+def machine(others=()):
+    """What attacks try to change: all of it must be the same afterwards.
+
+    `others` are processes of earlier tests. Their browser starts and ends processes on its own.
+    """
     return {
-        "jails": ours(), "children": escaped(),
+        "jails": ours(), "children": descendants(psutil.Process(), others),
         "mounts": Path("/proc/self/mounts").read_text(), "descriptors": set(os.listdir("/proc/self/fd")),
         "segments": Path("/proc/sysvipc/shm").read_text().count("\n"), "niceness": os.nice(0),
         "stray files": [path for path in ("/tmp/escaped", "/dev/shm/escaped", "/escaped") if os.path.exists(path)],
