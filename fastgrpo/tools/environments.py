@@ -126,7 +126,7 @@ class Environments:
         name = row.get(COLUMN)
         if name not in self.factories:
             raise ValueError(
-                f"the column {COLUMN!r} of a row must be one of {', '.join(self.factories)}, got {name!r}"
+                f"{name!r} in the column {COLUMN!r} is not among the environments {', '.join(self.factories)}"
                 f"{did_you_mean(str(name), self.factories)}"
             )
         return name

@@ -41,7 +41,7 @@ from fastgrpo.run.health import Watch
 from fastgrpo.run.log import RunLog, open_log
 from fastgrpo.run.metrics import Summary, evaluated
 from fastgrpo.run.profiling import Profiler, StageTimer, peak_flops
-from fastgrpo.run.resume import digest_of_rows, inputs_of, may_go_on, refuse_differences, set_aside, shared_settings
+from fastgrpo.run.resume import digest_of_rows, inputs_of, refuse_differences, set_aside, shared_settings
 from fastgrpo.run.signals import StopSignals
 from fastgrpo.run.snapshot import GlobalRNG, HostCopies, Snapshot, restore
 from fastgrpo.run.terminal import is_terminal
@@ -70,11 +70,11 @@ class GRPOTrainer:
             (ORG/MODEL) of such a model, prm:NAME for a process reward model, or module:function.
         args: The settings, or None for the defaults.
         train_dataset: Rows with a `prompt` column (a list of dicts, a datasets.Dataset, a pandas.DataFrame), or a
-            `Source` of them. Of an IterableDataset, only the rows that max_steps can need are read. All rows are
-            validated here. With environment_factory, the column and the rows may be left out; without rows, max_steps
-            is needed.
-        eval_dataset: Held-out rows, or a dict of them by name, validated here too, or None for no evaluation. Of an
-            IterableDataset, max_eval_samples rows are read.
+            `Source` of them. Of an IterableDataset, only the rows that max_steps can need are read. `train` validates
+            all rows before the first step. With environment_factory, the column and the rows may be left out; without
+            rows, max_steps is needed.
+        eval_dataset: Held-out rows, or a dict of them by name, validated with the others, or None for no evaluation.
+            Of an IterableDataset, max_eval_samples rows are read.
         processing_class: The tokenizer, or None for the model's.
         reward_processing_classes: The tokenizers of reward models, one for each of reward_funcs. None, also in the
             list, means the model's.
@@ -130,34 +130,40 @@ class GRPOTrainer:
         )
         self.args, self.train_dataset, self.eval_dataset = args, train_dataset, eval_dataset
         self.ranks = ranks = join(args.device, args.ddp_timeout)
-        self.environments, self.rollout_func = self._make_environments(tools, environment_factory), rollout_func
-        if self.environments is not None and rollout_func is not None:
+        self.rollout_func = rollout_func
+        self.environments = []  # instances of the completions of the last rollout, in their order
+        self.environment_pool = pool = self._make_environments(tools, environment_factory)
+        if pool is not None and rollout_func is not None:
             raise ValueError(
                 "rollout_func cannot be combined with tools or environments; call the tools in rollout_func, and mark "
                 "their answers in env_mask"
             )
-        routed = self.environments is not None and self.environments.routed  # the rows name their environments
-        writes = self.environments is not None and self.environments.resets and not routed
+        routed = pool is not None and pool.routed  # the rows name their environments
+        writes = pool is not None and pool.resets and not routed
         if train_dataset is None and writes and args.max_steps > 0:
             train_dataset = [{}] * args.rows_per_step  # the environment writes the prompts
         if train_dataset is None:
-            remedy = "; or set max_steps, and let the environment write the prompts" if self.environments else ""
-            remedy = ", and a column `environment`" if routed else remedy
+            if routed:
+                raise ValueError(
+                    "environment_factory with several environments requires a `train_dataset`: rows with a `prompt` "
+                    "column, and a column `environment`"
+                )
+            remedy = "; or set max_steps, and let the environment write the prompts" if pool else ""
             raise ValueError(f"`train_dataset` is required: {self.needed_rows}{remedy}")
         self.source = as_source(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset, needed=self._most_rows())
         train_rows = as_rows(self.source.rows, "train_dataset.rows")
         self.held_out = setup.read_held_out(eval_dataset, args.max_eval_samples)
         self.rewards = self._make_rewards(reward_funcs, reward_processing_classes)
-        waits = self.environments is not None
-        self.made = made = setup.make_policy(model, processing_class, args, ranks, wrapper, self.rewards, waits)
+        self.made = made = setup.make_policy(
+            model, processing_class, args, ranks, wrapper, self.rewards, pool is not None
+        )
         self.policy, self.tokenizer, self.plan = made.policy, made.tokenizer, made.plan
         stops = stop_token_ids(self.policy, self.tokenizer)
-        self.prompts = Prompts.of(self.tokenizer, args, self.environments, stops)
+        self.prompts = Prompts.of(self.tokenizer, args, pool, stops)
         if self.rewards is not None:
             reads_steps = getattr(args, "process_rewards", "outcome") == "token"  # step rewards per token
             place = self.rewards.device(self.policy.device, args.reward_device)
             self.rewards.place(place, self.tokenizer if reads_steps else None)
-        self._check_rows(train_rows)
         self.digests = {"model": made.digest, "data": digest_of_rows(train_rows)}
         if ranks.size > 1:
             held_out = digest_of_rows([row for rows in self.held_out.values() for row in rows])
@@ -197,16 +203,15 @@ class GRPOTrainer:
         self.callbacks = Callbacks(
             callbacks, self.state, self.model, self.tokenizer, self.optimizer.adamw, self.schedule, ranks
         )
-        # TRL's scripts pass the checkpoint to `train`, so an existing run is opened only there.
-        if log or not may_go_on(args, ranks):
+        if log:
             self._open(log)
-        else:
-            self.callbacks.args = Arguments(args, ranks, Path(args.output_dir), bool(self.held_out))
+        else:  # the folder is claimed by the first step or evaluation, since `train` may be given a checkpoint
+            self.callbacks.args = Arguments(args, ranks, args.output_dir, bool(self.held_out))
         try:
             self.callbacks.call("on_init_end")
         except BaseException:
-            if self.log is not None:  # nobody has the trainer, so nobody can release its folder
-                self.log.close()
+            if log:
+                log.close()
             raise
 
     # Setup before the first step. Supervised training overrides some of these methods.
@@ -223,7 +228,7 @@ class GRPOTrainer:
     def _make_rewards(self, reward_funcs, tokenizers) -> Rewards | None:
         if isinstance(reward_funcs, Rewards):
             return reward_funcs
-        args, own = self.args, self.environments.rewards if self.environments else []
+        args, own = self.args, self.environment_pool.rewards if self.environment_pool else []
         options = prm_options(args, reward_funcs)
         if reward_funcs is None and own:
             functions = []
@@ -304,7 +309,8 @@ class GRPOTrainer:
             self._open()
 
     def _open(self, log=None):
-        """Claim the run folder, unless `log` has, and create everything that needs it."""
+        """Validate all rows, claim the run folder, unless `log` has, and create everything that needs it."""
+        self._check_rows(as_rows(self.source.rows, "train_dataset.rows"))
         args = self.args
         self.log = log = log or open_log(args, self.inputs, self.ranks)
         self.state.log_history = log.history
@@ -475,7 +481,9 @@ class GRPOTrainer:
 
     def collect(self) -> tuple[list[Sample], dict[str, float]]:
         """Draw and judge the samples of a step, and compute their advantages. Return them and the metrics."""
-        return self.collector(self.state)
+        samples, values = self.collector(self.state)
+        self.environments = [sample.dialogue.environment for sample in samples if sample.dialogue is not None]
+        return samples, values
 
     def update(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
         """Train the policy on collected samples, and sync the reference if it follows the policy.
@@ -664,7 +672,7 @@ class GRPOTrainer:
     @property
     def tools(self) -> list[Callable]:
         """The functions that the model may call, with the methods of environments."""
-        boxes = self.environments.boxes.values() if self.environments else ()
+        boxes = self.environment_pool.boxes.values() if self.environment_pool else ()
         return list({name: tool for box in boxes for name, tool in box.tools.items()}.values())
 
     get_off_policy_mask = staticmethod(get_off_policy_mask)

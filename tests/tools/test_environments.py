@@ -109,7 +109,7 @@ def test_the_column_environment_chooses():
     assert [type(episode.environment) for episode in episodes] == [Judged, Counter, Judged]
     assert names(episodes[0].box) == ["extra", "act"] and episodes[1].environment.row == {"prompt": USER}
     assert [episodes[0].environment.seed, episodes[2].environment.seed] == [1, 7]  # a column wins
-    with pytest.raises(ValueError, match=r"must be one of count, judge, got 'conut'.*'count'"):
+    with pytest.raises(ValueError, match=r"'conut' .* not among the environments count, judge.*'count'"):
         environments.start([{"environment": "conut"}], [0])
 
 

@@ -55,12 +55,13 @@ def test_two_trainers_in_one_process_cannot_share_a_folder(tmp_path):
 
     def meddling(completions, **columns):
         with pytest.raises(ValueError, match=r"in use by another trainer of this process; let its train\(\) end"):
-            make_trainer(tmp_path, overwrite_output_dir=True)
+            make_trainer(tmp_path, overwrite_output_dir=True).train()
         return share_of_a(completions)
 
-    first = make_trainer(tmp_path, **settings)
+    first, idle = make_trainer(tmp_path, **settings), make_trainer(tmp_path, **settings)
+    first.step()
     with pytest.raises(ValueError, match=r"in use by another trainer of this process; .* with trainer.log.close"):
-        make_trainer(tmp_path, **settings)
+        idle.step()
     first.log.close()
     second = make_trainer(tmp_path, meddling, **settings)
     assert second.train()["steps"] == 2

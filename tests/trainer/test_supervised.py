@@ -129,7 +129,7 @@ def test_a_checkpoint_of_another_command_is_refused(tmp_path):
 
     make_trainer(tmp_path, max_steps=1).train()
     with pytest.raises(ValueError, match=r"checkpoint-1 was written by python -m fastgrpo.sft"):
-        make_grpo(tmp_path, resume_from_checkpoint="auto")
+        make_grpo(tmp_path, resume_from_checkpoint="auto").open()
 
 
 MISTAKES = [
@@ -143,4 +143,4 @@ MISTAKES = [
 @pytest.mark.parametrize("changes, message", MISTAKES)
 def test_reports_wrong_settings_before_the_first_step(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, **changes)
+        make_trainer(tmp_path, **changes).open()

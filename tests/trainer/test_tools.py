@@ -106,7 +106,7 @@ def test_rejects_a_rollout_func_with_tools_and_tools_without_prompts(tmp_path):
     with pytest.raises(ValueError, match="rollout_func cannot be combined"):
         make_trainer(tmp_path, rollout_func=rollouts, tools=[count])
     with pytest.raises(ValueError, match="no column 'prompt'"):
-        make_trainer(tmp_path, [{"promt": "a"}], tools=[count])
+        make_trainer(tmp_path, [{"promt": "a"}], tools=[count]).open()
     with pytest.raises(ValueError, match="a `prompt` column, and a column `environment`"):  # the rows choose one
         make_trainer(tmp_path, rows=None, environment_factory={"a": Counter, "b": Counter})
 

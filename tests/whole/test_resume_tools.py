@@ -15,7 +15,10 @@ SETTINGS = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "environment_fa
 def test_a_stopped_run_with_an_environment_resumes_bit_for_bit(tmp_path, monkeypatch):
     """It is stopped in the middle of drawing step 4, while tools are called."""
     patch(monkeypatch.setattr)
-    make_trainer(tmp_path, name="whole", **SETTINGS).train()
+    trainer = make_trainer(tmp_path, name="whole", **SETTINGS)
+    trainer.train()
+    calls = [len(row["calls"]) for row in lines(tmp_path / "whole", "samples.jsonl") if row["step"] == 4]
+    assert [environment.calls for environment in trainer.environments] == calls and any(calls)
     steps, step = [], RolloutEngine.step
 
     def crashing(engine):
