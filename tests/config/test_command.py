@@ -19,17 +19,14 @@ from fastgrpo.config.recipe import parse
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-@pytest.mark.parametrize(
-    "argv, named",
-    [
-        (["--learning-rat=1"], "did you mean --learning_rate"),
-        (["--learning_rat", "1", "--qqq", "--bta", "2"], "--learning_rate for --learning_rat.*--beta for --bta"),
-        (["--qqq", "1", "--www", "2"], "--help"),
-        (["--group-size", "8", "--kl_coef", "0"], "--num_generations for --group-size.*--beta for --kl_coef"),
-        (["-G", "8"], "did you mean --num_generations"),
-        (["--quiet", "maybe"], "quiet.*True.*False"),
-    ],
-)
+@pytest.mark.parametrize("argv, named", [
+    (["--learning-rat=1"], "did you mean --learning_rate"),
+    (["--learning_rat", "1", "--qqq", "--bta", "2"], "--learning_rate for --learning_rat.*--beta for --bta"),
+    (["--qqq", "1", "--www", "2"], "--help"),
+    (["--group-size", "8", "--kl_coef", "0"], "--num_generations for --group-size.*--beta for --kl_coef"),
+    (["-G", "8"], "did you mean --num_generations"),
+    (["--quiet", "maybe"], "quiet.*True.*False"),
+])  # fmt: skip
 def test_a_wrong_flag_is_one_line_and_exit_code_2(argv, named, encoding, monkeypatch, capfd):
     """tyro draws a box, by other characters where the terminal has no UTF-8."""
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
@@ -91,18 +88,15 @@ def test_a_bug_keeps_its_traceback_and_an_interrupt_is_not_an_error():
     assert run_command(Mock(side_effect=KeyboardInterrupt), []) == 130
 
 
-@pytest.mark.parametrize(
-    "error, named",
-    [
-        (ModuleNotFoundError(name="yaml"), r"pip install 'fastgrpo\[train\]'"),
-        (ModuleNotFoundError(name="peft.x"), "pip install peft$"), (OSError(errno.ENOSPC, "", "/x"), "full.* /x "),
-        (NotADirectoryError(errno.ENOTDIR, "", "/x/y"), "/x/y is a file"), (MemoryError(), "max_tokens_per_microbatch"),
-        (OSError(errno.EFBIG, "", "/x"), "/x .*ulimit -f"),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), "max_tokens_per_microbatch"),
-        (RuntimeError("can't allocate memory: you tried to allocate 4096 bytes."), "4,096 bytes\n"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "^CUDA out of memory\n.*expandable_segments"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("error, named", [
+    (ModuleNotFoundError(name="yaml"), r"pip install 'fastgrpo\[train\]'"),
+    (ModuleNotFoundError(name="peft.x"), "pip install peft$"), (OSError(errno.ENOSPC, "", "/x"), "full.* /x "),
+    (NotADirectoryError(errno.ENOTDIR, "", "/x/y"), "/x/y is a file"), (MemoryError(), "max_tokens_per_microbatch"),
+    (OSError(errno.EFBIG, "", "/x"), "/x .*ulimit -f"),
+    (OSError(errno.ENOMEM, "Cannot allocate memory"), "max_tokens_per_microbatch"),
+    (RuntimeError("can't allocate memory: you tried to allocate 4096 bytes."), "4,096 bytes\n"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried"), "^CUDA out of memory\n.*expandable_segments"),
+])  # fmt: skip
 def test_errors_of_a_users_machine_are_explained(error, named):
     assert re.search(named, command.explain(error))
 

@@ -122,15 +122,12 @@ def test_reports_all_wrong_values_at_once():
         GRPOConfig(learning_rat=1e-6)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"beta": "much"}, {"use_peft": 7}, {"gradient_checkpointing": 7}, {"output_dir": 7}, {"num_generations": 2.5},
-        {"max_steps": 10**400}, {"max_steps": 2**63}, {"learning_rate": 10**400}, {"num_train_epochs": 1e308},
-        {"temperature": 1e-40}, {"beta": True}, {"learning_rate": True}, {"epsilon_high": True}, {"output_dir": "a\0b"},
-        {"output_dir": "a\udcff"}, {"reward_funcs": ["m:f", "m:\0"]}, {"system_prompt": "\0"}, {"max_steps": True},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("settings", [
+    {"beta": "much"}, {"use_peft": 7}, {"gradient_checkpointing": 7}, {"output_dir": 7}, {"num_generations": 2.5},
+    {"max_steps": 10**400}, {"max_steps": 2**63}, {"learning_rate": 10**400}, {"num_train_epochs": 1e308},
+    {"temperature": 1e-40}, {"beta": True}, {"learning_rate": True}, {"epsilon_high": True}, {"output_dir": "a\0b"},
+    {"output_dir": "a\udcff"}, {"reward_funcs": ["m:f", "m:\0"]}, {"system_prompt": "\0"}, {"max_steps": True},
+])  # fmt: skip
 def test_values_of_another_type_or_size_are_refused(settings):
     refused(*settings, **settings)
 

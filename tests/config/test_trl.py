@@ -105,24 +105,21 @@ def test_translates_batch_arguments(case, monkeypatch):
     assert theirs.steps_per_generation == config.updates_per_rollout * theirs.gradient_accumulation_steps
 
 
-@pytest.mark.parametrize(
-    "named, arguments",
-    [
-        ("per_device_train_batch_size=3", {"per_device_train_batch_size": 3}),
-        ("steps_per_generation=3", {"steps_per_generation": 3, "gradient_accumulation_steps": 2}),
-        ("steps_per_generation=2 and generation_b", {"steps_per_generation": 2, "generation_batch_size": 16}),
-        ("updates_per_rollout=4", {"per_device_train_batch_size": 2, "steps_per_generation": 4}),
-        ("max_steps=5", {"steps_per_generation": 2, "max_steps": 5}),
-        ("ref_model_sync_steps=3",
-         {"gradient_accumulation_steps": 1, "num_iterations": 2, "ref_model_sync_steps": 3} | SYNCED),
-        ("eval_strategy='epoch'", {"eval_strategy": "epoch"}), ("fp16=True", {"fp16": True}),
-        ("model_init_kwargs has device_map", {"model_init_kwargs": {"device_map": "auto"}}),
-        ("per_device_train_batch_size=32", {"per_device_train_batch_size": 32, "prompts_per_step": 3}),
-        ("bf16=True", {"bf16": True, "dtype": "float32"}),
-        ("metric_for_best_model=eval_reward",
-         FOUR | {"eval_steps": 10, "save_steps": 5, "metric_for_best_model": "eval_reward"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("named, arguments", [
+    ("per_device_train_batch_size=3", {"per_device_train_batch_size": 3}),
+    ("steps_per_generation=3", {"steps_per_generation": 3, "gradient_accumulation_steps": 2}),
+    ("steps_per_generation=2 and generation_b", {"steps_per_generation": 2, "generation_batch_size": 16}),
+    ("updates_per_rollout=4", {"per_device_train_batch_size": 2, "steps_per_generation": 4}),
+    ("max_steps=5", {"steps_per_generation": 2, "max_steps": 5}),
+    ("ref_model_sync_steps=3",
+     {"gradient_accumulation_steps": 1, "num_iterations": 2, "ref_model_sync_steps": 3} | SYNCED),
+    ("eval_strategy='epoch'", {"eval_strategy": "epoch"}), ("fp16=True", {"fp16": True}),
+    ("model_init_kwargs has device_map", {"model_init_kwargs": {"device_map": "auto"}}),
+    ("per_device_train_batch_size=32", {"per_device_train_batch_size": 32, "prompts_per_step": 3}),
+    ("bf16=True", {"bf16": True, "dtype": "float32"}),
+    ("metric_for_best_model=eval_reward",
+     FOUR | {"eval_steps": 10, "save_steps": 5, "metric_for_best_model": "eval_reward"}),
+])  # fmt: skip
 def test_contradictory_or_fractional_arguments_are_refused(named, arguments):
     with pytest.raises(ValueError, match=f"^{named}"):
         GRPOConfig(**arguments)
@@ -131,52 +128,49 @@ def test_contradictory_or_fractional_arguments_are_refused(named, arguments):
 SERVED = {"use_vllm": True, "vllm_mode": "server"}
 
 
-@pytest.mark.parametrize(
-    "arguments, made",
-    [
-        # counts of updates become counts of steps, those that TRL's defaults give too
-        (UPDATES | SYNCED | {"max_steps": 12, "logging_steps": 5, "eval_steps": 8, "save_steps": 1,
-                             "ref_model_sync_steps": 8},
-         {"max_steps": 3, "logging_steps": 2, "eval_steps": 2, "save_steps": 1, "ref_model_sync_steps": 2}),
-        (UPDATES | SYNCED, {"logging_steps": 3, "save_steps": 125, "ref_model_sync_steps": 128}),
-        ({"per_device_train_batch_size": 8, "num_iterations": 2, "save_strategy": "no"}, {"save_steps": None}),
-        # without names of batches, steps are steps
-        ({"updates_per_rollout": 2, "max_steps": 5, "use_cpu": True}, {"max_steps": 5, "save_steps": 500}),
-        # a checkpoint still meets its evaluation after both are rounded
-        (FOUR | {"eval_steps": 5, "save_steps": 10, "metric_for_best_model": "eval_reward"},
-         {"eval_steps": 2, "save_steps": 4}),
-        # evaluations
-        ({"eval_strategy": "steps", "eval_steps": 7}, {"eval_steps": 7, "eval_on_start": False}),
-        ({"eval_strategy": "steps", "logging_steps": 4}, {"eval_steps": 4, "eval_on_start": False}),
-        ({"eval_strategy": "no", "eval_steps": 7}, {"eval_steps": None, "eval_on_start": False}),
-        ({"eval_strategy": "steps", "eval_steps": 6, "steps_per_generation": 2}, {"eval_steps": 3}),
-        ({"num_generations_eval": 2}, {"eval_num_generations": 2}),
-        # precision
-        ({"bf16": True}, {"dtype": "bfloat16"}), ({"bf16": False}, {"dtype": "float32"}),
-        ({"bf16": False, "model_init_kwargs": {"dtype": "bfloat16"}}, {"dtype": "bfloat16"}),
-        ({"bf16": True, "model_init_kwargs": {"dtype": "float32"}}, {"dtype": "bfloat16"}),
-        ({"model_init_kwargs": {"torch_dtype": torch.bfloat16, "trust_remote_code": True, "use_cache": False}},
-         {"dtype": "bfloat16", "trust_remote_code": True}),
-        # vLLM servers
-        ({"use_vllm": True}, {"rollout_backend": "auto", "importance_sampling_mode": None}),
-        ({"use_vllm": True, "vllm_server_base_url": "http://h:9"}, {"rollout_backend": "auto"}),
-        (SERVED | {"vllm_importance_sampling_cap": 2.0}, {"importance_sampling_clip_max": 2.0}),
-        (SERVED, {"rollout_backend": "vllm", "vllm_server_base_url": ("http://127.0.0.1:8000",),
-                  "importance_sampling_mode": "sequence_mask", "importance_sampling_clip_max": 3.0}),
-        (SERVED | {"vllm_server_host": "h", "vllm_server_port": 9, "vllm_importance_sampling_correction": False},
-         {"vllm_server_base_url": ("http://h:9",), "importance_sampling_mode": None}),
-        (SERVED | {"vllm_server_base_url": "http://h:9", "vllm_importance_sampling_mode": "token_truncate",
-                   "vllm_importance_sampling_clip_max": 2.0, "vllm_importance_sampling_clip_min": 0.5},
-         {"vllm_server_base_url": ("http://h:9",), "importance_sampling_mode": "token_truncate",
-          "importance_sampling_clip_max": 2.0, "importance_sampling_clip_min": 0.5}),
-        # the rest
-        ({"scale_rewards": True}, {"scale_rewards": "group"}), ({"scale_rewards": False}, {"scale_rewards": "none"}),
-        ({"report_to": None}, {"report_to": ("none",)}), ({"use_cpu": True}, {"device": "cpu"}),
-        ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}),
-        ({"lr_scheduler_type": SchedulerType.COSINE, "eval_strategy": IntervalStrategy.NO},
-         {"lr_scheduler_type": "cosine", "eval_on_start": False}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("arguments, made", [
+    # counts of updates become counts of steps, those that TRL's defaults give too
+    (UPDATES | SYNCED | {"max_steps": 12, "logging_steps": 5, "eval_steps": 8, "save_steps": 1,
+                         "ref_model_sync_steps": 8},
+     {"max_steps": 3, "logging_steps": 2, "eval_steps": 2, "save_steps": 1, "ref_model_sync_steps": 2}),
+    (UPDATES | SYNCED, {"logging_steps": 3, "save_steps": 125, "ref_model_sync_steps": 128}),
+    ({"per_device_train_batch_size": 8, "num_iterations": 2, "save_strategy": "no"}, {"save_steps": None}),
+    # without names of batches, steps are steps
+    ({"updates_per_rollout": 2, "max_steps": 5, "use_cpu": True}, {"max_steps": 5, "save_steps": 500}),
+    # a checkpoint still meets its evaluation after both are rounded
+    (FOUR | {"eval_steps": 5, "save_steps": 10, "metric_for_best_model": "eval_reward"},
+     {"eval_steps": 2, "save_steps": 4}),
+    # evaluations
+    ({"eval_strategy": "steps", "eval_steps": 7}, {"eval_steps": 7, "eval_on_start": False}),
+    ({"eval_strategy": "steps", "logging_steps": 4}, {"eval_steps": 4, "eval_on_start": False}),
+    ({"eval_strategy": "no", "eval_steps": 7}, {"eval_steps": None, "eval_on_start": False}),
+    ({"eval_strategy": "steps", "eval_steps": 6, "steps_per_generation": 2}, {"eval_steps": 3}),
+    ({"num_generations_eval": 2}, {"eval_num_generations": 2}),
+    # precision
+    ({"bf16": True}, {"dtype": "bfloat16"}), ({"bf16": False}, {"dtype": "float32"}),
+    ({"bf16": False, "model_init_kwargs": {"dtype": "bfloat16"}}, {"dtype": "bfloat16"}),
+    ({"bf16": True, "model_init_kwargs": {"dtype": "float32"}}, {"dtype": "bfloat16"}),
+    ({"model_init_kwargs": {"torch_dtype": torch.bfloat16, "trust_remote_code": True, "use_cache": False}},
+     {"dtype": "bfloat16", "trust_remote_code": True}),
+    # vLLM servers
+    ({"use_vllm": True}, {"rollout_backend": "auto", "importance_sampling_mode": None}),
+    ({"use_vllm": True, "vllm_server_base_url": "http://h:9"}, {"rollout_backend": "auto"}),
+    (SERVED | {"vllm_importance_sampling_cap": 2.0}, {"importance_sampling_clip_max": 2.0}),
+    (SERVED, {"rollout_backend": "vllm", "vllm_server_base_url": ("http://127.0.0.1:8000",),
+              "importance_sampling_mode": "sequence_mask", "importance_sampling_clip_max": 3.0}),
+    (SERVED | {"vllm_server_host": "h", "vllm_server_port": 9, "vllm_importance_sampling_correction": False},
+     {"vllm_server_base_url": ("http://h:9",), "importance_sampling_mode": None}),
+    (SERVED | {"vllm_server_base_url": "http://h:9", "vllm_importance_sampling_mode": "token_truncate",
+               "vllm_importance_sampling_clip_max": 2.0, "vllm_importance_sampling_clip_min": 0.5},
+     {"vllm_server_base_url": ("http://h:9",), "importance_sampling_mode": "token_truncate",
+      "importance_sampling_clip_max": 2.0, "importance_sampling_clip_min": 0.5}),
+    # the rest
+    ({"scale_rewards": True}, {"scale_rewards": "group"}), ({"scale_rewards": False}, {"scale_rewards": "none"}),
+    ({"report_to": None}, {"report_to": ("none",)}), ({"use_cpu": True}, {"device": "cpu"}),
+    ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}),
+    ({"lr_scheduler_type": SchedulerType.COSINE, "eval_strategy": IntervalStrategy.NO},
+     {"lr_scheduler_type": "cosine", "eval_on_start": False}),
+])  # fmt: skip
 def test_translates_arguments(arguments, made):
     config = GRPOConfig(**arguments)
     assert {name: getattr(config, name) for name in made} == made
@@ -198,11 +192,10 @@ def test_generation_kwargs_become_settings(form):
         assert changed(generation_kwargs=nothing) == {}
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [({"top_k": 3, "do_sample": False}, "has do_sample=.*temperature"), ({"num_beams": 4}, "has num_beams="),
-     ({"suppress_tokens": [3]}, "has suppress_tokens="), ("top_k=3", "must be a dict"), ("[1]", "must be a dict")],
-)  # fmt: skip
+@pytest.mark.parametrize("given, named", [
+    ({"top_k": 3, "do_sample": False}, "has do_sample=.*temperature"), ({"num_beams": 4}, "has num_beams="),
+    ({"suppress_tokens": [3]}, "has suppress_tokens="), ("top_k=3", "must be a dict"), ("[1]", "must be a dict"),
+])  # fmt: skip
 def test_rejects_other_generation_options(given, named):
     with pytest.raises(ValueError, match=f"^generation_kwargs {named}"):
         GRPOConfig(generation_kwargs=given)

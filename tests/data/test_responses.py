@@ -26,33 +26,30 @@ XML = (
 )
 
 
-@pytest.mark.parametrize(
-    "form, text, content, calls",
-    [
-        (tagged, HERMES, "", [ADD]),
-        (tagged, f"First.\n{HERMES}\n{HERMES}", "First.", [ADD, ADD]),
-        (tagged, '<tool_call>[{"name": "look"}, {"name": "say", "arguments": {"text": "é"}}]</tool_call>', "",
-         [("look", {}), ("say", {"text": "é"})]),
-        (tagged, "<tool_call>[]</tool_call>", "", []),
-        (tagged, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', "", [ADD]),
-        (tagged, '<tool_call>{"type": "function", "function": {"name": "look", "arguments": null}}</tool_call>', "",
-         [("look", {})]),
-        (tagged, XML, "", [ADD]),
-        (tagged, "<tool_call><function=say><parameter=text>\n 1\n2 \n</parameter></function></tool_call>", "",
-         [("say", {"text": " 1\n2 "})]),
-        (tagged, "<tool_call><function=look></function></tool_call>", "", [("look", {})]),
-        (tagged, LLAMA, LLAMA, []),
-        (bare, LLAMA, "", [ADD]),
-        (bare, f"<|python_tag|>{LLAMA};\n{LLAMA}", "", [ADD, ADD]),
-        (bare, '{"name": "look"} now', "now", [("look", {})]),
-        (bare, '{"name": "Bo", "age": 3}', '{"name": "Bo", "age": 3}', []),
-        (bare, f"Call {LLAMA}", f"Call {LLAMA}", []),
-        (written, "add(1,2)", "", [ADD]),
-        (written, "so calc((1+2)*3) and add(1, 2)", "so  and", [("calc", {"term": "(1+2)*3"}), ADD]),
-        (written, "say(a,b)look()", "", [("say", {"text": "a,b"}), ("look", {})]),
-        (written, "recalc(1) f(x) add", "recalc(1) f(x) add", []),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("form, text, content, calls", [
+    (tagged, HERMES, "", [ADD]),
+    (tagged, f"First.\n{HERMES}\n{HERMES}", "First.", [ADD, ADD]),
+    (tagged, '<tool_call>[{"name": "look"}, {"name": "say", "arguments": {"text": "é"}}]</tool_call>', "",
+     [("look", {}), ("say", {"text": "é"})]),
+    (tagged, "<tool_call>[]</tool_call>", "", []),
+    (tagged, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', "", [ADD]),
+    (tagged, '<tool_call>{"type": "function", "function": {"name": "look", "arguments": null}}</tool_call>', "",
+     [("look", {})]),
+    (tagged, XML, "", [ADD]),
+    (tagged, "<tool_call><function=say><parameter=text>\n 1\n2 \n</parameter></function></tool_call>", "",
+     [("say", {"text": " 1\n2 "})]),
+    (tagged, "<tool_call><function=look></function></tool_call>", "", [("look", {})]),
+    (tagged, LLAMA, LLAMA, []),
+    (bare, LLAMA, "", [ADD]),
+    (bare, f"<|python_tag|>{LLAMA};\n{LLAMA}", "", [ADD, ADD]),
+    (bare, '{"name": "look"} now', "now", [("look", {})]),
+    (bare, '{"name": "Bo", "age": 3}', '{"name": "Bo", "age": 3}', []),
+    (bare, f"Call {LLAMA}", f"Call {LLAMA}", []),
+    (written, "add(1,2)", "", [ADD]),
+    (written, "so calc((1+2)*3) and add(1, 2)", "so  and", [("calc", {"term": "(1+2)*3"}), ADD]),
+    (written, "say(a,b)look()", "", [("say", {"text": "a,b"}), ("look", {})]),
+    (written, "recalc(1) f(x) add", "recalc(1) f(x) add", []),
+])  # fmt: skip
 def test_reads_calls_of_every_format(form, text, content, calls):
     parsed = parse_turn(text, TOOLS, form)
     expected = {"role": "assistant", "content": content, "tool_calls": [to_call(*call) for call in calls]}
@@ -61,18 +58,14 @@ def test_reads_calls_of_every_format(form, text, content, calls):
     assert parsed.message == expected and not parsed.malformed
 
 
-@pytest.mark.parametrize(
-    "form, text",
-    [
-        (tagged, HERMES[:-1]), (tagged, HERMES.replace("}}", "}")), (tagged, HERMES.replace('"name"', '"nome"')),
-        (tagged, HERMES.replace("1", "NaN")), (tagged, HERMES.replace("1", '"\\ud800"')), (tagged, XML[:-30]),
-        (tagged, HERMES.replace("{", "[" * 100_000)), (tagged, HERMES.replace('{"a": 1, "b": 2}', "[1]")),
-        (tagged, HERMES.replace("1", "1" * 5000)), (tagged, XML.replace("<parameter=a>", "")),
-        (bare, LLAMA[:-1]), (bare, "<|python_tag|>import os"), (bare, '{"name": "add", "parameters": [1, 2]}'),
-        (written, "calc((1+2)*3"), (written, "1 calc("), (written, "add(NaN,1)"), (written, "look(1)"),
-    ],
-    ids=range(17),
-)  # fmt: skip
+@pytest.mark.parametrize("form, text", [
+    (tagged, HERMES[:-1]), (tagged, HERMES.replace("}}", "}")), (tagged, HERMES.replace('"name"', '"nome"')),
+    (tagged, HERMES.replace("1", "NaN")), (tagged, HERMES.replace("1", '"\\ud800"')), (tagged, XML[:-30]),
+    (tagged, HERMES.replace("{", "[" * 100_000)), (tagged, HERMES.replace('{"a": 1, "b": 2}', "[1]")),
+    (tagged, HERMES.replace("1", "1" * 5000)), (tagged, XML.replace("<parameter=a>", "")),
+    (bare, LLAMA[:-1]), (bare, "<|python_tag|>import os"), (bare, '{"name": "add", "parameters": [1, 2]}'),
+    (written, "calc((1+2)*3"), (written, "1 calc("), (written, "add(NaN,1)"), (written, "look(1)"),
+], ids=range(17))  # fmt: skip
 def test_a_call_that_cannot_be_read_is_text(form, text):
     parsed = parse_turn(text, TOOLS, form)
     assert parsed.message == {"role": "assistant", "content": text} and parsed.malformed
@@ -84,17 +77,14 @@ def test_a_readable_call_beside_an_unreadable_one_is_kept():
     assert parsed.message["tool_calls"] == [to_call(*ADD)]
 
 
-@pytest.mark.parametrize(
-    "text, opened, thoughts, content",
-    [
-        ("<think>\nhm\n</think>\n\nok", False, "hm", "ok"),
-        ("hm\n</think>\n\nok", True, "hm", "ok"),
-        ("<think>\n\n</think>\n\nok", False, None, "ok"),
-        ("ok</think>", False, None, "ok</think>"),
-        ("<think>hm", False, None, "<think>hm"),
-        (f"<think>a {HERMES}</think>b", False, f"a {HERMES}", "b"),
-    ],
-)
+@pytest.mark.parametrize("text, opened, thoughts, content", [
+    ("<think>\nhm\n</think>\n\nok", False, "hm", "ok"),
+    ("hm\n</think>\n\nok", True, "hm", "ok"),
+    ("<think>\n\n</think>\n\nok", False, None, "ok"),
+    ("ok</think>", False, None, "ok</think>"),
+    ("<think>hm", False, None, "<think>hm"),
+    (f"<think>a {HERMES}</think>b", False, f"a {HERMES}", "b"),
+])  # fmt: skip
 def test_thoughts_are_apart_from_the_content(text, opened, thoughts, content):
     message = parse_turn(text, TOOLS, tagged, opened).message
     assert message.get("reasoning_content") == thoughts

@@ -95,11 +95,9 @@ def test_errors_name_the_original_row_after_map_slice_and_concatenation():
     assert isinstance(rows, Rows) and as_rows(rows, "another name") is rows
 
 
-@pytest.mark.parametrize(
-    "data",
-    [DATA, tuple(DATA), datasets.Dataset.from_list(DATA), pandas.DataFrame(DATA, index=[7, 7, 8]), ByIndex()],
-    ids=["list", "tuple", "datasets", "pandas", "torch"],
-)
+@pytest.mark.parametrize("data", [
+    DATA, tuple(DATA), datasets.Dataset.from_list(DATA), pandas.DataFrame(DATA, index=[7, 7, 8]), ByIndex(),
+], ids=["list", "tuple", "datasets", "pandas", "torch"])  # fmt: skip
 def test_sequences_are_accepted(data):
     rows = as_rows(data, "train_dataset")
     assert list(rows) == DATA and [rows[i] for i in range(3)] == DATA

@@ -156,18 +156,15 @@ BARE = (
 WRITTEN = '<tool_call>{{ {"name": c.function.name, "arguments": c.function.arguments} | tojson }}</tool_call>'
 
 
-@pytest.mark.parametrize(
-    "old, new, fault",
-    [
-        ("CALL", "", "format"),
-        ("CALL", WRITTEN[:-12], "format"),
-        ("<|im_end|>", "\n", "ends no turn with '<|im_end|>'; correct tokenizer.eos_token"),
-        ("{{ m.content }}", "{{ m.content if m.role != 'tool' }}", "does not show what a tool answers"),
-        ("{{ m.role }}", "{{ m.role }}{{ messages[1:2][0].content if loop.last and messages[1] }}", "on the turn"),
-        ("{{ m.content }}", "{{ m.content }}{{ (tools or []) | length if m.role == 'tool' }}", "or on the tools"),
-        (CHATML, BARE, "no tokens for an empty answer"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("old, new, fault", [
+    ("CALL", "", "format"),
+    ("CALL", WRITTEN[:-12], "format"),
+    ("<|im_end|>", "\n", "ends no turn with '<|im_end|>'; correct tokenizer.eos_token"),
+    ("{{ m.content }}", "{{ m.content if m.role != 'tool' }}", "does not show what a tool answers"),
+    ("{{ m.role }}", "{{ m.role }}{{ messages[1:2][0].content if loop.last and messages[1] }}", "on the turn"),
+    ("{{ m.content }}", "{{ m.content }}{{ (tools or []) | length if m.role == 'tool' }}", "or on the tools"),
+    (CHATML, BARE, "no tokens for an empty answer"),
+])  # fmt: skip
 def test_a_template_that_breaks_conversations_is_refused_by_name(old, new, fault):
     made = tokenizer(CHATML.replace("CALL", WRITTEN))
     made.name_or_path = "some/model"

@@ -70,13 +70,10 @@ def test_gradients_losses_and_metrics_are_those_of_trl(saved, tmp_path, name):
     assert_same_gradients(both, make_inputs(both.theirs, tools=list(CASES).index(name) % 2 == 1))
 
 
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        *({"loss_type": name} for name in ("dapo", "cispo", "luspo")),
-        {"loss_type": "grpo", "beta": 0.3, "entropy_coef": 0.1},
-    ],
-)
+@pytest.mark.parametrize("knobs", [
+    *({"loss_type": name} for name in ("dapo", "cispo", "luspo")),
+    {"loss_type": "grpo", "beta": 0.3, "entropy_coef": 0.1},
+])  # fmt: skip
 def test_the_held_out_loss_of_our_trainer_is_trls(saved, tmp_path, knobs):
     theirs = trainer(trl.GRPOTrainer, saved, tmp_path, **knobs)
     model = theirs.model.eval()
@@ -144,11 +141,10 @@ def test_several_processes_scale_the_loss_as_trl_does(saved, tmp_path, monkeypat
     assert ((ours - theirs).norm() / theirs.norm()).item() <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("name", "masked"),
-    [("dapo", slice(None)), ("bonus", slice(MICRO)), ("grpo-sequence-kl", SECOND),
-     ("grpo-entropy-token_truncate-kl", slice(MICRO))],
-)  # fmt: skip
+@pytest.mark.parametrize("name, masked", [
+    ("dapo", slice(None)), ("bonus", slice(MICRO)), ("grpo-sequence-kl", SECOND),
+    ("grpo-entropy-token_truncate-kl", slice(MICRO)),
+])  # fmt: skip
 def test_micro_batches_without_a_token_that_counts(saved, tmp_path, name, masked):
     """For example, mask_truncated_completions masks all completions."""
     both = pair(saved, tmp_path, **CASES[name])

@@ -42,18 +42,15 @@ def test_nan_and_errors_without_allowance_fail_in_any_place(pair, place):
     assert line.reason.startswith("the error of value is ") and line.worst[0] == "value"
 
 
-@pytest.mark.parametrize(
-    ("code", "problem"),
-    (
-        ("pass", "it ended without a result"),
-        ("print('a.b.CudaError: bad access\\nset THIS for more', file=sys.stderr); sys.exit(3)",
-         "a.b.CudaError: bad access"),
-        ("raise TypeError('at 12:4:\\nunsupported operand')", "TypeError: at 12:4: unsupported operand"),
-        ("os.abort()", "killed by SIGABRT"),
-        ("sys.exit(3)", "exit code 3"),
-        ("os.close(1); time.sleep(3600)", "not done after 1 s"),
-    ),
-)  # fmt: skip
+@pytest.mark.parametrize("code, problem", [
+    ("pass", "it ended without a result"),
+    ("print('a.b.CudaError: bad access\\nset THIS for more', file=sys.stderr); sys.exit(3)",
+     "a.b.CudaError: bad access"),
+    ("raise TypeError('at 12:4:\\nunsupported operand')", "TypeError: at 12:4: unsupported operand"),
+    ("os.abort()", "killed by SIGABRT"),
+    ("sys.exit(3)", "exit code 3"),
+    ("os.close(1); time.sleep(3600)", "not done after 1 s"),
+])  # fmt: skip
 def test_reports_why_a_child_process_failed(tmp_path, monkeypatch, code, problem):
     program = tmp_path / "program"
     program.write_text(f"#!{sys.executable}\nimport os, sys, time\n{code}\n")

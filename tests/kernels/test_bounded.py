@@ -106,12 +106,11 @@ def test_log_probs_of_a_tolerance_are_exact_and_their_gradient_nearly():
     assert torch.autograd.grad(logps.sum(), spoilt)[0][2].isnan().any()
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [("backward_tolerance", {"backward_tolerance": 1.0}), ("backward_tolerance", {"backward_tolerance": -0.1}),
-     ("entropy_coef", {"entropy_coef": 0.1}), ("kl='full'", {"kl": "full", "beta": 0.1}),
-     ("backend='triton'", {"backend": "triton"})],
-)  # fmt: skip
+@pytest.mark.parametrize("name, arguments", [
+    ("backward_tolerance", {"backward_tolerance": 1.0}), ("backward_tolerance", {"backward_tolerance": -0.1}),
+    ("entropy_coef", {"entropy_coef": 0.1}), ("kl='full'", {"kl": "full", "beta": 0.1}),
+    ("backend='triton'", {"backend": "triton"}),
+])  # fmt: skip
 def test_what_has_no_bound_is_refused(name, arguments):
     head = sharp()
     with pytest.raises(ValueError, match=name):

@@ -90,10 +90,9 @@ def test_autocast_changes_nothing(monkeypatch, hidden_dtype, chunk):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "level", "chunk"),
-    [("eager", "sequence", 8), ("eager", "token", 8), ("eager", "sequence", None), ("inductor", "token", 8)],
-)
+@pytest.mark.parametrize("backend, level, chunk", [
+    ("eager", "sequence", 8), ("eager", "token", 8), ("eager", "sequence", None), ("inductor", "token", 8),
+])  # fmt: skip
 def test_under_torch_compile(monkeypatch, backend, level, chunk):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("Inductor needs a C++ compiler on the CPU")

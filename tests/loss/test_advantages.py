@@ -66,16 +66,13 @@ def test_equal_the_formulas_of_trl(groups, scale, baseline):
             assert advantage == pytest.approx(float((reward - mean) / std) if spread > 0 else 0, rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("rewards", "dtype"),
-    [
-        ([0.0, 1.0], torch.float64),
-        (np.array([0.0, 1.0], dtype=np.float32), torch.float32),
-        (np.array([1.0, 0.0])[::-1], torch.float64),
-        (np.frombuffer(np.array([0.0, 1.0]).tobytes()), torch.float64),  # read-only: no warning of torch's
-        (torch.tensor([0, 1]).bfloat16(), torch.float32),
-    ],
-)
+@pytest.mark.parametrize("rewards, dtype", [
+    ([0.0, 1.0], torch.float64),
+    (np.array([0.0, 1.0], dtype=np.float32), torch.float32),
+    (np.array([1.0, 0.0])[::-1], torch.float64),
+    (np.frombuffer(np.array([0.0, 1.0]).tobytes()), torch.float64),  # read-only: no warning of torch's
+    (torch.tensor([0, 1]).bfloat16(), torch.float32),
+])  # fmt: skip
 @pytest.mark.filterwarnings("error")
 def test_lists_arrays_and_tensors(rewards, dtype):
     result = group_advantages(rewards, np.int64(2))

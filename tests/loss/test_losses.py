@@ -40,19 +40,16 @@ def test_loss_gradient_and_metrics_by_hand():
     assert weight.grad.flatten().tolist() == pytest.approx([x for row in expected for x in row], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "knobs", "loss", "gradient"),
-    [
-        (1.1, 2.0, {}, -2.2, -2.2),  # within the clip: -rA and its derivative -rA
-        (1.5, 2.0, {}, -2.4, 0.0),  # high clip
-        (1.25, 2.0, {"epsilon_high": 0.28}, -2.5, -2.5),  # clip-higher
-        (0.5, 2.0, {}, -1.0, -1.0),  # the clip is one-sided
-        (0.5, -2.0, {}, 1.6, 0.0),  # low clip
-        (1.5, -2.0, {"delta": 1.3}, 2.6, 0.0),  # the upper bound on the unclipped ratio
-        (1.25, -2.0, {"delta": 1.3}, 2.5, 2.5),
-        (1.5, 2.0, {"delta": 1.1}, -2.2, 0.0),  # delta below 1 + epsilon_high
-    ],
-)
+@pytest.mark.parametrize("ratio, advantage, knobs, loss, gradient", [
+    (1.1, 2.0, {}, -2.2, -2.2),  # within the clip: -rA and its derivative -rA
+    (1.5, 2.0, {}, -2.4, 0.0),  # high clip
+    (1.25, 2.0, {"epsilon_high": 0.28}, -2.5, -2.5),  # clip-higher
+    (0.5, 2.0, {}, -1.0, -1.0),  # the clip is one-sided
+    (0.5, -2.0, {}, 1.6, 0.0),  # low clip
+    (1.5, -2.0, {"delta": 1.3}, 2.6, 0.0),  # the upper bound on the unclipped ratio
+    (1.25, -2.0, {"delta": 1.3}, 2.5, 2.5),
+    (1.5, 2.0, {"delta": 1.1}, -2.2, 0.0),  # delta below 1 + epsilon_high
+])  # fmt: skip
 def test_clip_by_hand(ratio, advantage, knobs, loss, gradient):
     logps = torch.tensor([0.0], requires_grad=True)
     output = grpo_loss(logps, torch.tensor([-math.log(ratio)]), torch.tensor([advantage]), **knobs)
@@ -64,10 +61,9 @@ def test_clip_by_hand(ratio, advantage, knobs, loss, gradient):
     assert found == [high, ratio < 0.8 and advantage < 0]
 
 
-@pytest.mark.parametrize(
-    ("kl", "value", "slope"),
-    [("k1", math.log(2), 1.0), ("k2", math.log(2) ** 2 / 2, math.log(2)), ("k3", 0.5 + math.log(2) - 1, 0.5)],
-)
+@pytest.mark.parametrize("kl, value, slope", [
+    ("k1", math.log(2), 1.0), ("k2", math.log(2) ** 2 / 2, math.log(2)), ("k3", 0.5 + math.log(2) - 1, 0.5),
+])  # fmt: skip
 def test_kl_estimators_by_hand(kl, value, slope):
     # ref - logp = -ln 2; with advantage 0 the KL is all there is.
     logps = torch.zeros(1, requires_grad=True)

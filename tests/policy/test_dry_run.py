@@ -52,10 +52,9 @@ class Asking(torch.nn.Module):
         return self.mlp(states)
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [lambda states: bool((states > 0).all()), lambda states: states[states > 0], lambda states: states.cpu()],
-)  # fmt: skip
+@pytest.mark.parametrize("ask", [
+    lambda states: bool((states > 0).all()), lambda states: states[states > 0], lambda states: states.cpu(),
+])  # fmt: skip
 def test_rejects_layers_with_a_host_sync(ask):
     model = tiny.model(num_hidden_layers=6)
     model.model.layers[4].mlp = Asking(model.model.layers[4].mlp, ask)

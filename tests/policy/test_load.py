@@ -55,11 +55,10 @@ def test_every_loader_applies_use_liger_kernel(saved, monkeypatch):
     assert asked == [False] * 3
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [({"num_hidden_layers": 1}, "lacks 12 "), ({"num_hidden_layers": 3}, "has 12 weights of layers beyond"),
-     ({"intermediate_size": 32}, "has 6 weights of other shapes")],
-)  # fmt: skip
+@pytest.mark.parametrize("change, message", [
+    ({"num_hidden_layers": 1}, "lacks 12 "), ({"num_hidden_layers": 3}, "has 12 weights of layers beyond"),
+    ({"intermediate_size": 32}, "has 6 weights of other shapes"),
+])  # fmt: skip
 def test_rejects_weights_of_another_model(tmp_path, change, message):
     tiny.model(**change).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):

@@ -139,21 +139,19 @@ def test_rejects_a_model_that_has_adapters(tmp_path, settings):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "options, targets",
-    [({}, ()), ({"target_modules": ["v_proj", "q_proj"]}, ("q_proj", "v_proj")),
-     ({"target_modules": "all-linear", "task_type": "CAUSAL_LM", "inference_mode": True}, ("all-linear",))],
-)  # fmt: skip
+@pytest.mark.parametrize("options, targets", [
+    ({}, ()), ({"target_modules": ["v_proj", "q_proj"]}, ("q_proj", "v_proj")),
+    ({"target_modules": "all-linear", "task_type": "CAUSAL_LM", "inference_mode": True}, ("all-linear",)),
+])  # fmt: skip
 def test_configs_of_peft_become_settings(options, targets):
     settings = lora_settings(peft.LoraConfig(r=4, lora_alpha=12, **options))
     assert settings == {"use_peft": True, "lora_r": 4, "lora_alpha": 12, "lora_target_modules": targets}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"lora_dropout": 0.1}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"rank_pattern": {"q_proj": 2}},
-     {"target_modules": ".*q_proj"}, {"task_type": "SEQ_CLS"}],
-)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    {"lora_dropout": 0.1}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"rank_pattern": {"q_proj": 2}},
+    {"target_modules": ".*q_proj"}, {"task_type": "SEQ_CLS"},
+])  # fmt: skip
 def test_rejects_options_of_peft_that_are_not_in_fastgrpo(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         lora_settings(peft.LoraConfig(**options))

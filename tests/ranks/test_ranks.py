@@ -55,14 +55,11 @@ def test_ranks_that_lose_another_end_with_a_line_that_says_why(ended, case):
     assert told[1].count("Traceback") == (ending == "fail")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        CLOSED,
-        "Application timeout caused pair closure",
-        "Gloo connectFullMesh failed with [/build/gloo/transport/tcp/pair.cc:152] timed out connecting",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    CLOSED,
+    "Application timeout caused pair closure",
+    "Gloo connectFullMesh failed with [/build/gloo/transport/tcp/pair.cc:152] timed out connecting",
+])  # fmt: skip
 def test_broken_connections_name_the_exchange(text, monkeypatch):
     monkeypatch.setattr("fastgrpo.ranks.EXPLANATION", 0.0)
     ranks, told = two_ranks(), r"^rank 0 stops while it waits for the gradients in step 3: another rank died or"
@@ -184,19 +181,16 @@ def test_one_process_needs_no_launcher_and_some_commands_refuse_one(seen):
         join("cuda:1", 0.2)
 
 
-@pytest.mark.parametrize(
-    "count, local_rank, device, size, gpu",
-    [
-        (8, 3, "auto", 8, 3),
-        (8, 3, "cuda", 16, 3),
-        (1, 3, "cuda", 8, 0),  # as Slurm's --gpus-per-task=1 shows them
-        (8, 0, "cuda:5", 1, 5),
-        (8, 0, "cuda:9", 1, 0),  # loading the model refuses it
-        (8, 1, "cuda:1", 8, "device='cuda:1' names one GPU"),
-        (8, None, "cuda", 8, "rank 3 sees 8 GPUs, but LOCAL_RANK"),
-        (2, 3, "auto", 8, "rank 3 has local rank 3, but its machine has 2 GPUs"),
-    ],
-)
+@pytest.mark.parametrize("count, local_rank, device, size, gpu", [
+    (8, 3, "auto", 8, 3),
+    (8, 3, "cuda", 16, 3),
+    (1, 3, "cuda", 8, 0),  # as Slurm's --gpus-per-task=1 shows them
+    (8, 0, "cuda:5", 1, 5),
+    (8, 0, "cuda:9", 1, 0),  # loading the model refuses it
+    (8, 1, "cuda:1", 8, "device='cuda:1' names one GPU"),
+    (8, None, "cuda", 8, "rank 3 sees 8 GPUs, but LOCAL_RANK"),
+    (2, 3, "auto", 8, "rank 3 has local rank 3, but its machine has 2 GPUs"),
+])  # fmt: skip
 def test_each_rank_gets_its_own_gpu_or_an_error(seen, count, local_rank, device, size, gpu):
     seen(count, local_rank)
     if isinstance(gpu, int):
@@ -256,13 +250,10 @@ def test_an_error_that_several_ranks_have_is_printed_once(be, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "ending, rank, why",
-    [
-        ("fail", "1", "KeyError: 'a bug"), ("die", "1", "Signal 9 (SIGKILL)"),
-        ("hang", "[02]", "rank 1 died or did not come in time"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("ending, rank, why", [
+    ("fail", "1", "KeyError: 'a bug"), ("die", "1", "Signal 9 (SIGKILL)"),
+    ("hang", "[02]", "rank 1 died or did not come in time"),
+])  # fmt: skip
 def test_torchrun_reports_the_failed_rank_as_the_root_cause(ending, rank, why):
     with start([ROOT / "tests" / "support" / "lost_ranks.py", ending, "gather"], count=3) as job:
         assert job.wait() == 1

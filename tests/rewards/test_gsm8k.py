@@ -93,14 +93,12 @@ def test_length_reward_falls_from_the_soft_limit_to_the_limit():
             length_reward([], ["..."], completion_ids=[[0]], trainer_state=state)
 
 
-@pytest.mark.parametrize(
-    "cache, rewards",  # DAPO's equation 13 at L_max = 10, of which `cache` tokens are L_cache
-    [
-        (1, [0, 0, 0, 0, 0, 0, -1, -1]),
-        (4, [0, 0, 0, -0.25, -0.5, -0.75, -1, -1]),
-        (10, [0, -0.1, -0.6, -0.7, -0.8, -0.9, -1, -1]),
-    ],
-)
+# DAPO's equation 13 at L_max = 10, of which `cache` tokens are L_cache
+@pytest.mark.parametrize("cache, rewards", [
+    (1, [0, 0, 0, 0, 0, 0, -1, -1]),
+    (4, [0, 0, 0, -0.25, -0.5, -0.75, -1, -1]),
+    (10, [0, -0.1, -0.6, -0.7, -0.8, -0.9, -1, -1]),
+])  # fmt: skip
 def test_the_soft_overlong_punishment(cache, rewards):
     ids = [[7] * length for length in (0, 1, 6, 7, 8, 9, 10, 11)]
     (function,) = shaping(GRPOConfig(max_completion_length=10, soft_punish_cache=cache))

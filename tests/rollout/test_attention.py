@@ -109,11 +109,10 @@ def test_prefers_the_fastest_provider_on_a_gpu(monkeypatch):
     assert chosen() == "Flat"
 
 
-@pytest.mark.parametrize(
-    "name, device, dtype, head_dim",
-    [("triton", "cpu", torch.float32, 64), ("flash_attn", "cuda", torch.float32, 64),
-     ("flash_attn", "cuda", torch.bfloat16, 64), ("flash", "cpu", torch.float32, 64)],
-)  # fmt: skip
+@pytest.mark.parametrize("name, device, dtype, head_dim", [
+    ("triton", "cpu", torch.float32, 64), ("flash_attn", "cuda", torch.float32, 64),
+    ("flash_attn", "cuda", torch.bfloat16, 64), ("flash", "cpu", torch.float32, 64),
+])  # fmt: skip
 def test_rejects_a_provider_that_does_not_work_here(monkeypatch, name, device, dtype, head_dim):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(placed, "find_spec", lambda name: None)

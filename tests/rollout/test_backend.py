@@ -103,16 +103,13 @@ def test_moved_weights_invalidate_graphs(monkeypatch):
     assert forgotten
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"request_id": -1}, "request_id"), ({"request_id": 2**64}, "request_id"), ({"request_id": "a"}, "request_id"),
-        ({"n": 2.5}, "num_generations"), ({"n": 8}, "num_generations=8"), ({"n": 0}, "num_generations"),
-        ({"max_tokens": [1, 2.5]}, "max_tokens"), ({"max_tokens": 3}, "max_tokens"),
-        ({"max_tokens": [1, 2, 3]}, "max_tokens"), ({"max_tokens": [1, 0]}, "max_tokens"),
-        *(({"prompt_ids": prompt}, ".*prompt 7") for prompt in ("abc", [1.5], [3, -1], [], [5] * 254)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, named", [
+    ({"request_id": -1}, "request_id"), ({"request_id": 2**64}, "request_id"), ({"request_id": "a"}, "request_id"),
+    ({"n": 2.5}, "num_generations"), ({"n": 8}, "num_generations=8"), ({"n": 0}, "num_generations"),
+    ({"max_tokens": [1, 2.5]}, "max_tokens"), ({"max_tokens": 3}, "max_tokens"),
+    ({"max_tokens": [1, 2, 3]}, "max_tokens"), ({"max_tokens": [1, 0]}, "max_tokens"),
+    *(({"prompt_ids": prompt}, ".*prompt 7") for prompt in ("abc", [1.5], [3, -1], [], [5] * 254)),
+])  # fmt: skip
 def test_rejected_requests_leave_no_state(backend, change, named):
     rollouts = backend(tiny.model(), max_num_seqs=4)
     request = {"prompt_ids": PROMPTS[0], "n": 2, "sampling": SamplingParams(max_tokens=3), "request_id": 7}

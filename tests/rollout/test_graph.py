@@ -66,10 +66,9 @@ def test_a_step_runs_once_is_recorded_and_then_replayed(cuda):
     assert steps[-3:] == [1, 1, 1] and not eager.graphs
 
 
-@pytest.mark.parametrize(
-    "dtype, capability, recorded",
-    [(torch.bfloat16, (9, 0), True), (torch.bfloat16, (8, 0), False), (torch.float32, (9, 0), False)],
-)
+@pytest.mark.parametrize("dtype, capability, recorded", [
+    (torch.bfloat16, (9, 0), True), (torch.bfloat16, (8, 0), False), (torch.float32, (9, 0), False),
+])  # fmt: skip
 @pytest.mark.parametrize("make", [Policy, prepare])
 def test_a_mixture_of_experts_is_recorded_where_its_products_stay_on_the_device(make, dtype, capability, recorded):
     mixture, plain = (make(architectures.tiny_model(name).to(dtype)) for name in ("qwen3_moe", "qwen3"))

@@ -253,30 +253,27 @@ def test_pause_modes(server, post):
     assert client.get("/weight_info").json() == {"weight_version": "0"}
 
 
-@pytest.mark.parametrize(
-    ("route", "body", "status", "named"),
-    [
-        ("completions", {"prompt": 5}, 400, "prompt"), ("completions", {"prompt": []}, 400, "prompt"),
-        ("completions", {"prompt": [[]]}, 400, "prompt"), ("completions", {"prompt": [300]}, 400, "300"),
-        ("completions", {"prompt": "a", "model": "b"}, 404, "'b'"), ("completions", {}, 400, "prompt"),
-        ("completions", {"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty"),
-        ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
-        ("completions", {"prompt": "a", "top_p": "x"}, 400, "top_p"),
-        ("completions", {"prompt": "a", "n": 99}, 400, "n must"),
-        ("completions", {"prompt": "a" * 2048}, 400, "maximum context length is 2048"),
-        ("completions", {"prompt": "a", "max_tokens": 2048}, 400, "maximum context length"),
-        ("completions", {"prompt": "a" * 3_000_000}, 400, "3000000 characters"),
-        ("completions", {"prompt": "a", "echo": True, "stream": True}, 400, "stream"),
-        ("chat/completions", {"messages": [{"role": "user"}]}, 400, "content"),
-        ("chat/completions", {"messages": [{"content": [{"type": "image_url"}]}]}, 400, "type text"),
-        ("chat/completions", HI | {"tools": [{"type": "x"}]}, 400, "tools"),
-        ("chat/completions", HI | {"tools": [TOOL], "tool_choice": "required"}, 400, "tool_choice"),
-        ("chat/completions", HI | {"response_format": {"type": "json_object"}}, 400, "response_format"),
-        ("chat/completions", HI | {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "chat_template"),
-        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": 5}]}, 400, "tool_calls"),
-        ("nothing", {}, 404, "Not Found"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("route, body, status, named", [
+    ("completions", {"prompt": 5}, 400, "prompt"), ("completions", {"prompt": []}, 400, "prompt"),
+    ("completions", {"prompt": [[]]}, 400, "prompt"), ("completions", {"prompt": [300]}, 400, "300"),
+    ("completions", {"prompt": "a", "model": "b"}, 404, "'b'"), ("completions", {}, 400, "prompt"),
+    ("completions", {"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty"),
+    ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
+    ("completions", {"prompt": "a", "top_p": "x"}, 400, "top_p"),
+    ("completions", {"prompt": "a", "n": 99}, 400, "n must"),
+    ("completions", {"prompt": "a" * 2048}, 400, "maximum context length is 2048"),
+    ("completions", {"prompt": "a", "max_tokens": 2048}, 400, "maximum context length"),
+    ("completions", {"prompt": "a" * 3_000_000}, 400, "3000000 characters"),
+    ("completions", {"prompt": "a", "echo": True, "stream": True}, 400, "stream"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, 400, "content"),
+    ("chat/completions", {"messages": [{"content": [{"type": "image_url"}]}]}, 400, "type text"),
+    ("chat/completions", HI | {"tools": [{"type": "x"}]}, 400, "tools"),
+    ("chat/completions", HI | {"tools": [TOOL], "tool_choice": "required"}, 400, "tool_choice"),
+    ("chat/completions", HI | {"response_format": {"type": "json_object"}}, 400, "response_format"),
+    ("chat/completions", HI | {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "chat_template"),
+    ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": 5}]}, 400, "tool_calls"),
+    ("nothing", {}, 404, "Not Found"),
+])  # fmt: skip
 def test_errors_have_openais_form(post, route, body, status, named):
     error = post(f"/v1/{route}", status, **body)["error"]
     assert named in error["message"] and {"type", "code", "param"} < error.keys()

@@ -71,14 +71,11 @@ def refused(case, capfd, message, **changes):
     assert tree(case.folder) == before
 
 
-@pytest.mark.parametrize(
-    "what, changes",
-    [
-        ("the model", lambda c: {"output_dir": c.model, "resume_from_checkpoint": "auto"}),
-        ("the model", lambda c: {"model_name_or_path": c.folder / "link" / "checkpoint-2"}),
-        ("the data set", lambda c: {"dataset_name": c.folder / "link" / "samples.jsonl", "overwrite_output_dir": True}),
-    ],
-)
+@pytest.mark.parametrize("what, changes", [
+    ("the model", lambda c: {"output_dir": c.model, "resume_from_checkpoint": "auto"}),
+    ("the model", lambda c: {"model_name_or_path": c.folder / "link" / "checkpoint-2"}),
+    ("the data set", lambda c: {"dataset_name": c.folder / "link" / "samples.jsonl", "overwrite_output_dir": True}),
+])  # fmt: skip
 def test_a_run_reads_nothing_from_its_own_folder(after, capfd, what, changes):
     (after.folder / "link").symlink_to(after.run)
     shutil.copy(after.rows, after.run / "samples.jsonl")

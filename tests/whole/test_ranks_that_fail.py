@@ -75,13 +75,10 @@ def ended(tmp_path_factory):
     return forked(__file__, tmp_path_factory.mktemp("failing"))
 
 
-@pytest.mark.parametrize(
-    "case, failing, code, error, waited",
-    [
-        ("reward", 1, 2, "reward function 'reward' raised KeyError: 'a bug of the reward'", SECOND),
-        ("disk", 0, 2, "the disk is full, writing metrics.jsonl failed", "the decision whether to stop after step 1"),
-    ],
-)
+@pytest.mark.parametrize("case, failing, code, error, waited", [
+    ("reward", 1, 2, "reward function 'reward' raised KeyError: 'a bug of the reward'", SECOND),
+    ("disk", 0, 2, "the disk is full, writing metrics.jsonl failed", "the decision whether to stop after step 1"),
+])  # fmt: skip
 def test_the_rank_that_fails_says_why_and_the_other_one_ends_with_a_line(ended, case, failing, code, error, waited):
     codes, told = ended(case)
     assert (codes[failing], codes[1 - failing]) == (code, 1), told

@@ -49,16 +49,12 @@ def test_a_stopped_run_resumes_bit_for_bit(whole, dtype, step, capsys):
     assert_same_run(run, folder / "whole")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ADAPTERS | {"dtype": "bfloat16"},
-        {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_storage": "cpu"},
-        {"ref_storage": "int8"},
-        {"beta": 0.0, "rollout_backend": "hf", "multi_objective_aggregation": "normalize_then_sum"} | ENTROPY,
-    ],
-    ids=["adapters", "moving", "int8", "entropy"],
-)
+@pytest.mark.parametrize("settings", [
+    ADAPTERS | {"dtype": "bfloat16"},
+    {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_storage": "cpu"},
+    {"ref_storage": "int8"},
+    {"beta": 0.0, "rollout_backend": "hf", "multi_objective_aggregation": "normalize_then_sum"} | ENTROPY,
+], ids=["adapters", "moving", "int8", "entropy"])  # fmt: skip
 def test_resumes_every_kind_of_policy_and_reference_bit_for_bit(tmp_path, settings):
     settings = settings | {"max_steps": 6}
     if quantized := settings.get("ref_storage") == "int8":
@@ -169,13 +165,10 @@ def test_auto_starts_a_run_without_a_checkpoint(tmp_path, capsys):
         log_of(tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    "path, output_dir, match",
-    [
-        ("nowhere", None, "no such folder"), ("run", None, "checkpoint-STEP"),
-        ("run/checkpoint-2", "other", "its own run folder"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("path, output_dir, match", [
+    ("nowhere", None, "no such folder"), ("run", None, "checkpoint-STEP"),
+    ("run/checkpoint-2", "other", "its own run folder"),
+])  # fmt: skip
 def test_rejects_paths_that_are_not_checkpoints(tmp_path, path, output_dir, match):
     (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
     output_dir = None if output_dir is None else str(tmp_path / output_dir)

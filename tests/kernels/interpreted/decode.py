@@ -38,14 +38,10 @@ def test_depths_and_dtypes(dtype, depth):
     torch.testing.assert_close(out, reference.group_decode(**case), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("groups", "heads", "rows"),
-    [
-        (([[*range(12)]], [21], [2] * 12), (6, 1), 72),
-        pytest.param(GROUPS["ragged"], (71, 1), 71, marks=pytest.mark.slow),
-    ],
-    ids=["of many lanes", "of many heads of a key head"],
-)
+@pytest.mark.parametrize("groups, heads, rows", [
+    (([[*range(12)]], [21], [2] * 12), (6, 1), 72),
+    pytest.param(GROUPS["ragged"], (71, 1), 71, marks=pytest.mark.slow),
+], ids=["of many lanes", "of many heads of a key head"])  # fmt: skip
 def test_more_query_rows_than_a_block_holds(groups, heads, rows):
     case = random_decode(*groups, heads=heads, depth=16)
     assert launch.decode_blocks(rows, 16, torch.float32).rows < rows
@@ -89,12 +85,10 @@ def test_add_rms_norm(added, dtype, bf16):
 
 
 # Query and key heads, width, whether Qwen3 normalizes them, dtype, and order of slots, heads and tokens in memory.
-@pytest.mark.parametrize(
-    "case",
-    [((7, 2), 16, False, torch.float32, (0, 2, 1)), ((4, 4), 20, True, torch.float32, (2, 0, 1)),
-     ((1, 1), 8, False, torch.bfloat16, (0, 1, 2)), ((4, 2), 16, True, torch.bfloat16, (0, 2, 1))],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("case", [
+    ((7, 2), 16, False, torch.float32, (0, 2, 1)), ((4, 4), 20, True, torch.float32, (2, 0, 1)),
+    ((1, 1), 8, False, torch.bfloat16, (0, 1, 2)), ((4, 2), 16, True, torch.bfloat16, (0, 2, 1)),
+], ids=str)  # fmt: skip
 def test_rotate_and_store(case, bf16):
     dtype, case = case[3], random_rotation(3, *case)
     mine = deepcopy(case)

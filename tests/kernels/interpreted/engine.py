@@ -78,11 +78,9 @@ def test_the_first_use_of_group_decode_is_checked(planted, monkeypatch, caplog):
     assert ["the kernel of group_decode failed" in x.getMessage() for x in caplog.records] == [True] * planted
 
 
-@pytest.mark.parametrize(
-    "name, share, planted",
-    [("qwen3", None, 0), ("llama", 1.0, 0), ("qwen2", 0.0, 0), ("llama", None, 1.0)],
-    ids=["qwen3", "llama, merged adapters", "qwen2, adapters apart", "wrong"],
-)
+@pytest.mark.parametrize("name, share, planted", [
+    ("qwen3", None, 0), ("llama", 1.0, 0), ("qwen2", 0.0, 0), ("llama", None, 1.0),
+], ids=["qwen3", "llama, merged adapters", "qwen2, adapters apart", "wrong"])  # fmt: skip
 def test_fused_layers_draw_what_transformers_draws(name, share, planted, monkeypatch, caplog):
     """A decode step by the kernels alone, checked in its first use. The planted error: a large epsilon."""
     model, count = tiny.model(name), 3

@@ -152,18 +152,15 @@ def test_logits_rows_past_2_to_the_31(batch):
     same(*results)
 
 
-@pytest.mark.parametrize(
-    ("name", "chunk_rows", "backend"),
-    [
-        ("linear_grpo_loss", 8, "aot_eager"),
-        slow("linear_grpo_loss", launch.CHUNK_ROWS, "aot_eager"),
-        slow("linear_grpo_loss", launch.CHUNK_ROWS, "inductor"),  # lays out the results of operators anew
-        slow("linear_grpo_loss", 8, "inductor"),
-        slow("linear_logprob", 8, "aot_eager"),
-        slow("logits_grpo_loss", 8, "aot_eager"),
-        slow("grpo_loss", 8, "aot_eager"),
-    ],
-)
+@pytest.mark.parametrize("name, chunk_rows, backend", [
+    ("linear_grpo_loss", 8, "aot_eager"),
+    slow("linear_grpo_loss", launch.CHUNK_ROWS, "aot_eager"),
+    slow("linear_grpo_loss", launch.CHUNK_ROWS, "inductor"),  # lays out the results of operators anew
+    slow("linear_grpo_loss", 8, "inductor"),
+    slow("linear_logprob", 8, "aot_eager"),
+    slow("logits_grpo_loss", 8, "aot_eager"),
+    slow("grpo_loss", 8, "aot_eager"),
+])  # fmt: skip
 def test_torch_compile(name, chunk_rows, backend, batch, monkeypatch):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("Inductor needs a C++ compiler on the CPU")
