@@ -7,7 +7,7 @@ transformers themselves: --help stays fast, and a missing package gives one line
 import sys
 from typing import TYPE_CHECKING
 
-from fastgrpo.config.command import quiet_libraries, run_command
+from fastgrpo.config.command import run_command
 from fastgrpo.config.recipe import parse
 from fastgrpo.config.settings import SFTConfig
 
@@ -50,9 +50,7 @@ def make_trainer(config: SFTConfig) -> "SFTTrainer":
 
 def train(argv: list[str]) -> None:
     """Make one supervised run."""
-    config = parse(argv, SFTConfig)
-    quiet_libraries()
-    make_trainer(config).train()
+    make_trainer(parse(argv, SFTConfig)).train()
 
 
 def main(argv: list[str] | None = None) -> int:

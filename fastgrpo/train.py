@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fastgrpo.config.command import quiet_libraries, run_command
+from fastgrpo.config.command import run_command
 from fastgrpo.config.recipe import parse
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.run.sweep import SweepRun, run_sweep, take_sweep
@@ -100,12 +100,9 @@ def train(argv: list[str]) -> None:
         from fastgrpo.ranks import refuse_ranks
 
         refuse_ranks("a sweep (--sweep, --sweep_seeds)")
-        quiet_libraries()
         check_runs(runs)  # before the first run starts
         return run_sweep(runs)
-    config = parse(argv)
-    quiet_libraries()
-    make_trainer(config).train()
+    make_trainer(parse(argv)).train()
 
 
 def main(argv: list[str] | None = None) -> int:

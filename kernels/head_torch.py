@@ -22,14 +22,22 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fastgrpo.kernels.objectives import compute_dtype, cut, first_order, no_autocast, policy_loss_fwd, policy_parts
+from fastgrpo.kernels.objectives import (
+    compute_dtype,
+    constant,
+    cut,
+    first_order,
+    no_autocast,
+    policy_loss_fwd,
+    policy_parts,
+)
 
 GPUS = ("cuda", "meta")  # tensors on meta count the products of a GPU
 CAST_ROWS = 8192  # rows of a 16-bit weight cast to fp32 at a time on a GPU
 CAST_BYTES = 2 * 2**20  # fp32 bytes cast at a time on a CPU; they stay in its cache until the product reads them
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _multiplies(kind: str, dtype: torch.dtype) -> bool:
     """Return whether a kind of device multiplies 16-bit operands fast; before sm_80, a GPU emulates bf16."""
     if kind not in GPUS or dtype.itemsize != 2:
@@ -444,7 +452,7 @@ GPU_SHARE = 32  # the larger chunk is chosen if its fp32 logits take at most thi
 GATHERED_ROWS = 2048  # rows of a weight gathered at a time for products over some columns
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _memory(device: torch.device) -> int:
     """Return the bytes of a GPU's memory, or 0 if it is not here."""
     here = device.type == "cuda" and torch.cuda.is_available()

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fastgrpo.kernels.objectives import constant
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -102,7 +104,7 @@ def programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@torch.compiler.assume_constant_result
+@constant
 def runs_on(device: torch.device) -> bool:
     """Return whether kernels support a device: NVIDIA GPUs of compute capability 8.0 or later, or the interpreter."""
     if device.type == "cpu":

@@ -33,6 +33,12 @@ def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
+def constant(function: Callable) -> Callable:
+    """Mark a function as `torch.compiler.assume_constant_result` does, which first imports the compiler: a second."""
+    function._dynamo_marked_constant = True
+    return function
+
+
 def no_autocast(tensor: torch.Tensor) -> torch.autocast:
     """Disable torch.autocast, so that fp32 products stay fp32."""
     return torch.autocast(tensor.device.type, enabled=False)

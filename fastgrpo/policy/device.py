@@ -1,6 +1,7 @@
-"""Device and dtype of a model, and checks of optional packages."""
+"""Device and dtype of a model, and checks of its path and of optional packages."""
 
 import logging
+import os
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ import torch
 from fastgrpo.config.command import pip_line
 
 logger = logging.getLogger(__name__)
+GGUF = ".gguf"  # suffix of a model in one file
 
 
 def choose_device(name: str = "auto", setting: str = "device") -> torch.device:
@@ -39,6 +41,13 @@ def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Cast the parameters of a model, but not its buffers: bf16 rotary frequencies give angles wrong by radians."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+
+
+def check_folder(path: str) -> None:
+    """Raise ValueError if a model's path names no folder and no GGUF file. Hub ids are not looked up."""
+    is_path = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if not path or (is_path and not os.path.isdir(path) and not path.lower().endswith(GGUF)):
+        raise ValueError(f"no such model folder: {path or '(an empty name)'}")
 
 
 def check_packages(config: Any) -> None:

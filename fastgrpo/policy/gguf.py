@@ -11,7 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-SUFFIX = ".gguf"
+from fastgrpo.policy.device import GGUF
+
 NEEDED = ("gguf", "accelerate")  # packages of the extra `gguf`, which transformers needs
 PLAIN = ("config.json", "adapter_config.json")  # a folder with one of them is an ordinary transformers folder
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -22,13 +23,13 @@ def find_gguf(path: str | Path) -> Path | None:
     path = Path(path)
     if os.path.isdir(path):  # unlike pathlib, False for a name that is too long
         files = [] if any((path / name).exists() for name in PLAIN) else sorted(path.iterdir())
-        files = [file for file in files if file.suffix.lower() == SUFFIX]
+        files = [file for file in files if file.suffix.lower() == GGUF]
         if len(files) > 1:
             names = ", ".join(file.name for file in files)
             raise ValueError(f"{path} holds {len(files)} GGUF files ({names}); pass the path of one of them")
         file = files[0] if files else None
     else:
-        file = path if path.suffix.lower() == SUFFIX else None
+        file = path if path.suffix.lower() == GGUF else None
         if file is not None and not file.is_file():
             raise ValueError(f"no such GGUF file: {file}")
     missing = [name for name in NEEDED if find_spec(name) is None]

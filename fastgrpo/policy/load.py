@@ -27,9 +27,9 @@ from transformers.utils import cached_file
 
 from fastgrpo.config.command import explain
 from fastgrpo.policy.attention import Unfit, attention_of
-from fastgrpo.policy.device import cast, choose_device, choose_dtype
+from fastgrpo.policy.device import cast, check_folder, choose_device, choose_dtype
 from fastgrpo.policy.dry_run import dry_run
-from fastgrpo.policy.gguf import SUFFIX, find_gguf, set_special_tokens, source_of, unpacked
+from fastgrpo.policy.gguf import find_gguf, set_special_tokens, source_of, unpacked
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.lora import has_adapters, read_adapters, refuse_wrappers
 from fastgrpo.policy.model import Policy, narrow_window
@@ -46,9 +46,7 @@ def loading(path: str | Path, what: str) -> Iterator[None]:
     Errors that `explain` covers (no memory, no permission, a full disk, a missing package) are not converted.
     """
     path = str(path)
-    is_path = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if not path or (is_path and not os.path.isdir(path) and not path.lower().endswith(SUFFIX)):
-        raise ValueError(f"no such model folder: {path or '(an empty name)'}")
+    check_folder(path)
     try:
         yield
     except Exception as error:  # damaged files make transformers, torch and safetensors raise any type

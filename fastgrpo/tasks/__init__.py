@@ -21,11 +21,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fastgrpo.config.command import quiet_libraries
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data import ShuffledRows, Source
 from fastgrpo.data.prompts import to_examples
-from fastgrpo.policy.device import check_packages, choose_device
+from fastgrpo.policy.device import check_folder, check_packages, choose_device
 from fastgrpo.rewards import find_reward, prm_options
 from fastgrpo.run.checkpoint import save_model
 from fastgrpo.run.curves import PANELS, Panel
@@ -82,14 +83,17 @@ class Opened(NamedTuple):
 def open_task(config: TrainingConfig, load: "Callable[[str, bool], PreTrainedTokenizerBase] | None" = None) -> Opened:
     """Build the task of a training run, and validate it before a model is loaded. `load` loads the tokenizer."""
     module, path = find_task(config.task), config.model_name_or_path
+    if path is None and not hasattr(module, "make_model"):
+        raise ValueError(f"task {config.task} needs --model_name_or_path: a folder or hub id of a causal LM")
+    if path is not None:
+        check_folder(path)
     choose_device(config.device)
     check_packages(config)
+    quiet_libraries()
     from fastgrpo.policy.load import load_tokenizer
     from fastgrpo.trainer.optim import check_schedule
 
     check_schedule(config.lr_scheduler_type, config.schedule_kwargs)
-    if path is None and not hasattr(module, "make_model"):
-        raise ValueError(f"task {config.task} needs --model_name_or_path: a folder or hub id of a causal LM")
     tokenizer = None if path is None else (load or load_tokenizer)(path, config.trust_remote_code)
     return Opened(module, module.build(config, tokenizer), tokenizer)
 

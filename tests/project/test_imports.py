@@ -6,9 +6,11 @@ import importlib
 import subprocess
 import sys
 
+import torch
 from paths import ROOT
 
 import fastgrpo
+from fastgrpo.kernels.objectives import constant
 
 KERNELS = sorted((ROOT / "kernels").glob("*.py"))
 # The layers, the lowest first: a package imports from lower layers, and from itself.
@@ -107,6 +109,10 @@ def test_has_no_import_cycles():
     graphlib.TopologicalSorter({name_of(path): reached(path) for path in MODULES}).prepare()
 
 
+def test_constant_is_the_compilers_mark():
+    assert vars(constant(lambda: 0)) == vars(torch.compiler.assume_constant_result(lambda: 0)) != {}
+
+
 def test_the_loss_loads_neither_transformers_nor_datasets_and_commands_no_models():
     """Which take seconds: --help, a misspelt flag, a report, and a check of given completions need none."""
     code = """
@@ -119,11 +125,11 @@ fastgrpo.linear_logprob(h, w, torch.tensor([0, 1]))
 fastgrpo.linear_grpo_loss(h, w, torch.tensor([0, 1]), fastgrpo.group_advantages(torch.randn(2), 2))
 fastgrpo.grpo_loss(torch.randn(2), None, torch.randn(2))
 fastgrpo.Objective()
-print(sorted({"transformers", "datasets", "tokenizers", "tyro", "trl"} & set(sys.modules)))
+print(sorted({"transformers", "datasets", "tokenizers", "tyro", "trl", "torch._dynamo"} & set(sys.modules)))
 from fastgrpo import chat, check, distill, evaluate, report, serve, sft, tasks, train
 from fastgrpo.evaluation import reward_check
 [tasks.find_task(name) for name in ("arithmetic", "dataset")]
-print(sorted({"transformers", "peft"} & set(sys.modules)))
+print(sorted({"transformers", "peft", "torch._dynamo"} & set(sys.modules)))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert result.stdout == "[]\n[]\n", result.stderr
