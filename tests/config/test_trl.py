@@ -26,8 +26,7 @@ def defaults():
 
 
 def changed(**arguments):
-    config = dataclasses.asdict(GRPOConfig(**arguments))
-    return {name: value for name, value in config.items() if value != OURS[name]}
+    return {name: value for name, value in dataclasses.asdict(GRPOConfig(**arguments)).items() if value != OURS[name]}
 
 
 def test_every_field_of_trl_is_listed_once(defaults):
@@ -79,14 +78,12 @@ BATCHES = {
     "a group": ({"per_device_train_batch_size": 8}, 1, 1, 1),
     "accumulated": ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}, 2, 1, 1),
     "two updates": ({"per_device_train_batch_size": 8, "steps_per_generation": 2}, 2, 2, 1),
-    "of accumulated ones": (
-        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 8}, 4, 4, 1,
-    ),
+    "of accumulated ones":
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 8}, 4, 4, 1),
     "by the whole": ({"per_device_train_batch_size": 8, "generation_batch_size": 32}, 4, 4, 1),
     "several processes": ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, 2, 1, 4),
-    "the whole of several": (
-        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "generation_batch_size": 32}, 4, 2, 2,
-    ),
+    "the whole of several":
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "generation_batch_size": 32}, 4, 2, 2),
     "another group": ({"gradient_accumulation_steps": 3, "num_generations": 6}, 4, 1, 1),
 }  # fmt: skip
 

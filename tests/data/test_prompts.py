@@ -20,8 +20,7 @@ def test_reads_prompts_of_every_form():
     chat = tiny.tokenizer(chat=True)
     conversational = to_prompt({"prompt": [QUESTION]}, chat)
     assert chat.decode(conversational.ids) == "<user>one\n<assistant>"
-    ids = chat("ok")["input_ids"] + [chat.eos_token_id]
-    drawn = Sample(plain.ids, ids)
+    drawn = Sample(plain.ids, chat("ok")["input_ids"] + [chat.eos_token_id])
     assert with_text(drawn, conversational, chat).content == [{"role": "assistant", "content": "ok"}]
     assert with_text(drawn, plain, chat).content == "ok"
     with pytest.raises(ValueError, match="no chat template"):

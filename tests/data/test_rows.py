@@ -150,8 +150,7 @@ def test_an_epoch_has_every_row_once_in_an_order_of_its_own(count, takes, seed, 
 
 
 def test_rows_of_any_type_become_a_source_and_a_source_stays_as_it_is():
-    frame = pandas.DataFrame([{"prompt": "a"}, {"prompt": "b"}])
-    source = ShuffledRows(frame, shuffle=False)
+    source = ShuffledRows(pandas.DataFrame([{"prompt": "a"}, {"prompt": "b"}]), shuffle=False)
     assert source.take(3) == [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "a"}]
     assert as_source(source, seed=0, shuffle=True) is source
     stream = as_source(Stream(), seed=0, shuffle=True, needed=4)

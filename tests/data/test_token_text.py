@@ -30,8 +30,7 @@ def of_words():
     """SentencePiece's form: a space is a part of the token behind it, and none is written at the beginning."""
     pieces = ["▁", *sorted({c for c in TEXT if not c.isspace()}), "▁and", "▁two", "an", "▁sp", "aces", "▁caf", "é"]
     vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(["<unk>", "<eos>", *pieces, "\n"]))}
-    merges = [("a", "n")]
-    core = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    core = Tokenizer(models.BPE(vocabulary, [("a", "n")], unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Metaspace()
     core.decoder = decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", unk_token="<unk>")

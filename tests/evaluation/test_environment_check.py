@@ -1,5 +1,6 @@
 """Each mistake in an environment is found, and an environment without mistakes has no problems."""
 
+import functools
 import itertools
 import random
 import time
@@ -81,12 +82,8 @@ class Shared(Good):
         super().reset(seed)
         Shared.last = self
 
-    def roll(self, times: int) -> str:
-        """Roll the dice.
-
-        Args:
-            times: How often.
-        """
+    @functools.wraps(Good.roll)
+    def roll(self, times):
         return Good.roll(Shared.last, times)
 
 

@@ -11,8 +11,7 @@ from ranks import fork, forked
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    model = tiny.save(tmp_path_factory.mktemp("model"))
-    return forked(__file__, tmp_path_factory.mktemp("ranks"), model)
+    return forked(__file__, tmp_path_factory.mktemp("ranks"), tiny.save(tmp_path_factory.mktemp("model")))
 
 
 @pytest.mark.parametrize("case", ["trl", "trl-formula", "liger", "verl"])

@@ -1,5 +1,7 @@
 """The function of verl's fused head, against plain PyTorch in fp64: results, gradients, and a sharded vocabulary."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,10 +15,7 @@ TEMPERATURE = 0.7
 
 def problem():
     generator = torch.Generator().manual_seed(3)
-
-    def noise(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
+    noise = partial(torch.randn, generator=generator, dtype=torch.float64)
     labels = torch.randint(V, (N,), generator=generator)
     labels[:4] = torch.tensor([0, V - 1, SHARDS[0] - 1, SHARDS[0]])  # the first and the last id, the shards' border
     return {

@@ -72,8 +72,7 @@ def pointer(capability, variant, depth):
     logs, dtype = stored(variant)
     constants = sizes(blocks, LOOP=False, EVEN_K=depth == "even", GROUP_M=head_kernels.GROUP_M, LOGS=logs)
     constants |= absent(kernel, options, "patch_ptr", "mix_ptr", "flag_ptr")
-    types = MATRICES | {"e_ptr": f"*{dtype}"}
-    return Compilation(kernel, capability, constants, types, blocks.warps, blocks.stages)
+    return Compilation(kernel, capability, constants, MATRICES | {"e_ptr": f"*{dtype}"}, blocks.warps, blocks.stages)
 
 
 def rewriting_pointer(capability, use):

@@ -33,10 +33,7 @@ if not TRITON:
 
 def problem(dtype):
     generator = torch.Generator().manual_seed(2)
-
-    def noise(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
+    noise = partial(torch.randn, generator=generator, dtype=torch.float64)
     head = {"hidden": noise(N, D), "weight": noise(V, D), "bias": noise(V)}
     for row, entry in FLAGGED.items():
         head["weight"][entry] += 70 * head["hidden"][row] / head["hidden"][row].square().sum()

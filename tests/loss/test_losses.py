@@ -118,8 +118,7 @@ def test_linear_logprob_takes_any_leading_shape(shape):
     (logps.sum() + entropy.sum()).backward()
     assert logps.shape == entropy.shape == shape and hidden.grad.shape == hidden.shape
     flat = (hidden.reshape(-1, 4), weight, targets.reshape(-1))
-    expected = reference.linear_logprob(*flat, temperature=temperature.reshape(-1))
-    torch.testing.assert_close(logps.reshape(-1), expected)
+    torch.testing.assert_close(logps.reshape(-1), reference.linear_logprob(*flat, temperature=temperature.reshape(-1)))
 
 
 def test_log_probs_and_weights_of_masked_rows_are_not_read():

@@ -37,8 +37,7 @@ def tokens_seen(batch):
     sequences = [part.tolist() for part in batch.input_ids.split(batch.lengths)]
     prompts = sequences[: len(batch.branches)]
     before = [[] for _ in prompts] + [p for p, own in zip(prompts, batch.branches, strict=True) for _ in own]
-    branches = [length for own in batch.branches for length in own]
-    assert batch.lengths[len(prompts) : len(before)] == branches
+    assert batch.lengths[len(prompts) : len(before)] == [length for own in batch.branches for length in own]
     before += [[] for _ in sequences[len(before) :]]
     return [start + own[: i + 1] for start, own in zip(before, sequences, strict=True) for i in range(len(own))]
 
@@ -56,8 +55,7 @@ def test_each_drawn_token_is_predicted_by_the_state_of_its_prefix(groups, share_
     expected = [s.prompt_ids + s.ids[:t] for s, mask in pairs for t in range(len(mask)) if mask[t]]
     assert [seen[row] for row in batch.rows.tolist()] == expected
     drawn = [[t for t, own in zip(s.ids, mask, strict=True) if own] for s, mask in zip(samples, masks, strict=True)]
-    of_samples = batch.targets.tensor_split(batch.cu_seqlens[1:-1])
-    assert [values.tolist() for values in of_samples] == drawn
+    assert [values.tolist() for values in batch.targets.tensor_split(batch.cu_seqlens[1:-1])] == drawn
     prompts = sum(len(group[0].prompt_ids) * (1 if share_prompt else len(group)) for group in groups)
     assert len(batch.input_ids) == prompts + sum(len(sample.ids) - 1 for sample in samples)  # the least there can be
 
@@ -124,8 +122,7 @@ def test_ranks_agree_on_balanced_shares(groups, size):
     assert sorted(i for share in shares[0] for i in share) == list(range(len(samples)))
     assert all(share == sorted(share) for share in shares[0])
     total, largest = sum(map(len, samples)), max(sum(map(len, group)) for group in groups)
-    loads = [sum(len(samples[i]) for i in share) for share in shares[0]]
-    assert max(loads) <= total / size + largest
+    assert max(sum(len(samples[i]) for i in share) for share in shares[0]) <= total / size + largest
     for group in groups:
         holders = [share for share in shares[0] if any(samples[i].prompt_ids == group[0].prompt_ids for i in share)]
         assert len(holders) == 1 or sum(map(len, group)) > total / size

@@ -134,8 +134,7 @@ def test_the_text_layers_of_a_model_for_images_are_served():
 
 
 def on_a_gpu(model_type):
-    config = SimpleNamespace(model_type=model_type)
-    return SimpleNamespace(device=torch.device("cuda"), config=config, parameters=list)
+    return SimpleNamespace(device=torch.device("cuda"), config=SimpleNamespace(model_type=model_type), parameters=list)
 
 
 def test_liger_is_off_where_it_cannot_work_and_refused_where_it_is_asked_for(monkeypatch, caplog):

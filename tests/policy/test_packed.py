@@ -23,13 +23,9 @@ SHAPES = ((9, (4, 1, 7, 2)), (3, (5,)), (1, (3, 3, 8)), (6, (1, 1)), (14, (2, 6)
 
 
 def make_samples(shapes=SHAPES):
-    generator = torch.Generator().manual_seed(0)
-
-    def ids(n):
-        return torch.randint(2, 64, (n,), generator=generator).tolist()
-
-    groups = [(ids(prompt), lengths) for prompt, lengths in shapes]
-    return [Sample(prompt, ids(n), 1.0) for prompt, lengths in groups for n in lengths]
+    ids = partial(torch.randint, 2, 64, generator=torch.Generator().manual_seed(0))
+    groups = [(ids((prompt,)).tolist(), lengths) for prompt, lengths in shapes]
+    return [Sample(prompt, ids((n,)).tolist(), 1.0) for prompt, lengths in groups for n in lengths]
 
 
 def in_fp64(model):
@@ -187,8 +183,7 @@ def test_layers_are_checkpointed_only_where_there_is_a_backward():
 
 def test_dropout_is_off_everywhere():
     model = tiny.model(attention_dropout=0.5, gradient_checkpointing=True)
-    states = [Policy.of(model).states(*packed([[5, 6, 7]])) for _ in range(2)]
-    assert torch.equal(*states)
+    assert torch.equal(*[Policy.of(model).states(*packed([[5, 6, 7]])) for _ in range(2)])
     model.extra = torch.nn.Sequential(torch.nn.Dropout(0.5))
     prepare(model)
     assert model.extra[0].p == 0

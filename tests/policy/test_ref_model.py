@@ -69,8 +69,7 @@ def check_states(reference):
     assert not states.requires_grad and not weight.requires_grad and bias is None and softcap is None
     assert torch.equal(weight, reference.policy.head.weight)
     logps = (states @ weight.T / 0.9).log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
-    expected = torch.cat(reference.score(samples, Scoring(0.9, 10_000)))
-    torch.testing.assert_close(logps, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logps, torch.cat(reference.score(samples, Scoring(0.9, 10_000))), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -165,8 +165,7 @@ def bf16_passes_have_fp32_masters(ranks):
         for samples in MICRO_BATCHES:
             loss_of(plain, samples).backward()
         total = passes(sharded, ranks, MICRO_BATCHES)
-        gradients = [parameter.grad for parameter in optimizer.masters], [master.grad for master in truth.masters]
-        assert distance(*gradients) < 1e-5
+        assert distance([ours.grad for ours in optimizer.masters], [theirs.grad for theirs in truth.masters]) < 1e-5
         norm = optimizer.step(1.0, optimizer.reduce(ranks, total))
         assert abs(norm / truth.step(1.0) - 1) < 1e-5
     apart = [(whole(a) - b).abs().max().item() for a, b in zip(optimizer.masters, truth.masters, strict=True)]
@@ -200,8 +199,7 @@ SCORING = Scoring(1.0, 16)
 
 def update(policy, ranks):
     optimizer = MasterAdamW(policy.module, learning_rate=1e-2)
-    total = optimizer.reduce(ranks, passes(policy, ranks, MICRO_BATCHES))
-    optimizer.step(1.0, total)
+    optimizer.step(1.0, optimizer.reduce(ranks, passes(policy, ranks, MICRO_BATCHES)))
 
 
 def plain_copy(policy, ranks, **kind):
@@ -287,8 +285,7 @@ def addresses_persist_where_graphs_read_them(ranks):
     update(sharded, ranks)
     with sharded.gather() as weights:
         assert [weight.data_ptr() for weight in weights] == addresses
-        truth = plain_copy(sharded, ranks)
-        assert all(map(torch.equal, weights, truth.parameters()))
+        assert all(map(torch.equal, weights, plain_copy(sharded, ranks).parameters()))
 
 
 def same_scores(got, expected):
@@ -347,8 +344,7 @@ def states_of_references_inside_of_a_pass(ranks):
             got = sharded.within(lambda s=sharded, r=reference: (r.idle(), s.idle_loss())[1])
         got.backward()
         MasterAdamW(sharded.module, learning_rate=1.0).reduce(ranks, got)
-        gradients = [parameter.grad for parameter in trained(sharded)], [p.grad for p in trained(plain)]
-        assert distance(*gradients) < 1e-5
+        assert distance([ours.grad for ours in trained(sharded)], [theirs.grad for theirs in trained(plain)]) < 1e-5
 
 
 @check

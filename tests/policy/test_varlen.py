@@ -64,11 +64,7 @@ def test_a_part_against_softmax(kernel, queries, keys, causal, heads, spare, sco
     visible = causal_mask(queries) if causal else rectangles(queries, keys)
     expected, expected_lse, grad, gradients = of_softmax(tensors, visible)
     part = Segments(list(queries), list(keys), "cpu", causal=causal)
-    with (
-        torch.no_grad(),
-        mock.patch.object(varlen, "SPARE", spare),
-        mock.patch.object(varlen, "SCORES_AT_ONCE", scores_at_once),
-    ):
+    with torch.no_grad(), mock.patch.multiple(varlen, SPARE=spare, SCORES_AT_ONCE=scores_at_once):
         out, lse = kernel.forward(*tensors, part, SCALE)
         check((out, lse), (expected, expected_lse), 1e-12)
         check(kernel.backward(grad, *tensors, out, lse, part, SCALE), gradients)

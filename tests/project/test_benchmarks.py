@@ -98,6 +98,20 @@ def test_tests_that_died_are_no_success():
     assert not read(first_gpu.Ended(told, "", "killed by SIGABRT")).bars["failing"]["met"]
 
 
+def ran(*arguments):
+    """What `python -m` prints in a run at the small size."""
+    # pytest-benchmark measures nothing in a process of pytest-xdist, and takes any below it for one.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"} | SMALL
+    command = [sys.executable, "-m", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def table(told):
+    return [line.strip("| ").split(" | ") for line in told.splitlines() if line.startswith("| ")]
+
+
 def results_on_disk():
     return {path: path.read_bytes() for path in (ROOT / "benchmarks" / "results").rglob("*") if path.is_file()}
 
@@ -106,18 +120,13 @@ def results_on_disk():
 def test_every_benchmark_runs_small_and_writes_nothing(tmp_path):
     """They compare the gradients of their variants themselves."""
     before, path = results_on_disk(), tmp_path / "report.json"
-    command = [sys.executable, "-m", "pytest", "benchmarks", "--benchmark-only", "-p", "no:cacheprovider"]
-    # pytest-benchmark measures nothing in a process of pytest-xdist, and takes any below it for one.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"} | SMALL
-    command.append(f"--benchmark-json={path}")
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stdout + result.stderr
+    told = ran("pytest", "benchmarks", "--benchmark-only", "-p", "no:cacheprovider", f"--benchmark-json={path}")
     assert results_on_disk() == before
     infos = [(run["fullname"], run["extra_info"]) for run in json.loads(path.read_text())["benchmarks"]]
     files = {name.split("::")[0].split("/")[-1] for name, _ in infos}
     assert files == {path.name for path in (ROOT / "benchmarks").glob("bench_*.py")}
     for name, info in infos:
-        assert all(f"missing: {peer}: {reason}" in result.stdout for peer, reason in info["missing"].items())
+        assert all(f"missing: {peer}: {reason}" in told for peer, reason in info["missing"].items())
         assert all(len(bar) == 3 and {"value", "met"} < set(bar) for bar in info["bars"].values())
         measured = [row for row in info["rows"] if "missing" not in row]
         assert measured and all(row.get("ms_p50", 1) > 0 for row in measured), name
@@ -129,10 +138,7 @@ def test_every_benchmark_runs_small_and_writes_nothing(tmp_path):
 @pytest.mark.slow
 def test_first_gpu_runs_small():
     """What needs no GPU is measured; the rest says why not."""
-    command = [sys.executable, "-m", "benchmarks.first_gpu"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | SMALL, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][2:]
+    lines = table(ran("benchmarks.first_gpu"))[2:]
     assert list(dict.fromkeys(name for name, *_ in lines)) == [part.name for part in first_gpu.parts()]
     for name in ("check", "head", "rollout", "choices"):
         values = [cells[1] for part, *cells in lines if part == name and not cells[0].endswith("active")]
@@ -141,9 +147,7 @@ def test_first_gpu_runs_small():
 
 @pytest.mark.slow
 def test_the_race_runs_small():
-    command = [sys.executable, "-m", "benchmarks.race", "embedded"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | SMALL, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][1:]
-    assert [name for name, *_ in rows] == list(VARIANTS), done.stdout  # none is missing
+    told = ran("benchmarks.race", "embedded")
+    rows = table(told)[1:]
+    assert [name for name, *_ in rows] == list(VARIANTS), told  # none is missing
     assert all(float(seconds) > 0 and float(peak) > 0 for _, _, seconds, _, peak in rows)

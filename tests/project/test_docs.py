@@ -77,8 +77,7 @@ def test_architectures_page_equals_the_tests(name):
 
 def shown():
     """The texts between <!-- NAME --> and its end of all pages, by name."""
-    found = re.findall(r"<!-- ((?:bench:)?[\w-]+) -->\n(.*?)<!-- /", "\n".join(TEXTS.values()), re.DOTALL)
-    return dict(found)
+    return dict(re.findall(r"<!-- ((?:bench:)?[\w-]+) -->\n(.*?)<!-- /", "\n".join(TEXTS.values()), re.DOTALL))
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if "LoRA" in x else x for x in plans.RUNS])

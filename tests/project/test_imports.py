@@ -101,8 +101,7 @@ def test_a_package_imports_only_lower_layers():
 
 
 def test_every_package_has_a_layer_and_every_layer_its_packages():
-    packages = {package_of(name_of(path)) for path in MODULES}
-    assert packages | {"kernels"} == set().union(*LAYERS)
+    assert {package_of(name_of(path)) for path in MODULES} | {"kernels"} == set().union(*LAYERS)
 
 
 def test_has_no_import_cycles():
@@ -138,7 +137,6 @@ print(sorted({"transformers", "peft", "torch._dynamo"} & set(sys.modules)))
 def test_public_names_are_their_modules_own():
     """A name exported beside a module of the same name in one package would hide one of the two."""
     assert dir(fastgrpo) == sorted(fastgrpo.__all__) and not hasattr(fastgrpo, "nothing")
-    modules = {path.stem for path in (ROOT / "fastgrpo").iterdir()}
-    assert not modules & set(fastgrpo.__all__)
+    assert not {path.stem for path in (ROOT / "fastgrpo").iterdir()} & set(fastgrpo.__all__)
     for name, home in fastgrpo._HOME.items():
         assert getattr(importlib.import_module(f"fastgrpo.{home}"), name) is getattr(fastgrpo, name)

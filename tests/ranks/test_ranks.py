@@ -49,8 +49,7 @@ def test_ranks_that_lose_another_end_with_a_line_that_says_why(ended, case):
     who = "another rank" if name == "sum" else "rank 1"
     why = r"rank 1 failed: KeyError: 'a bug\nof rank 1'" if ending == "fail" else f"{who} died or did not come in time"
     for rank in (0, 2):
-        line = told[rank].splitlines()[-1]
-        assert line == f"rank {rank} stops while it waits for the second in step 3: {why}"
+        assert told[rank].splitlines()[-1] == f"rank {rank} stops while it waits for the second in step 3: {why}"
         assert "Traceback" not in told[rank]
     assert told[1].count("Traceback") == (ending == "fail")
 

@@ -139,8 +139,7 @@ jail.run(b"i", b"")
 @needs_namespaces
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_jails_end_with_a_trainer_that_is_killed(number):
-    command = [sys.executable, "-c", HOLDS, str(MEMORY)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as trainer:
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(MEMORY)], cwd=ROOT, stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout.readline() == b"runs\n"
         # The trainer, bwrap and its first process, the server, the program and its child
         awaited(lambda: len(ours()) == 6)

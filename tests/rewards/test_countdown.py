@@ -69,8 +69,7 @@ def test_rejects_expressions_beyond_the_limits():
     assert value(DEEP, [1] * 20) == MAX_DEPTH + 1 and value(DEEP + "+1", [1] * 20) is None
     filled = "2+3" + " " * (MAX_LENGTH - 5) + "+7"
     assert len(filled) == MAX_LENGTH and value(filled) == 12 and value(filled + "-7") is None
-    nested = "(" * ((MAX_LENGTH - 1) // 2) + "2" + ")" * ((MAX_LENGTH - 1) // 2)
-    assert value(nested) == 2
+    assert value("(" * ((MAX_LENGTH - 1) // 2) + "2" + ")" * ((MAX_LENGTH - 1) // 2)) == 2
 
 
 def test_the_last_answer_counts():

@@ -31,8 +31,7 @@ def test_every_solution_scores_its_own_answer_and_no_other_one(paths, count):
     assert len(solutions) == count and set(correctness(solutions, solutions, answer=solutions)) == {1.0}
     # Read apart from the code under test: the answers of GSM8K are whole numbers after the only marker.
     values = [int(text.split("####")[1].replace(",", "")) for text in solutions]
-    neighbours = solutions[1:] + solutions[:1]
-    scores = correctness(solutions, solutions, answer=neighbours)
+    scores = correctness(solutions, solutions, answer=solutions[1:] + solutions[:1])
     assert scores == [float(a == b) for a, b in zip(values, values[1:] + values[:1], strict=True)]
     assert scores.count(0.0) > 0.85 * count
     assert sum(gsm8k.steps_reward(solutions, solutions)) >= 0.9 * count  # the others use words or variables

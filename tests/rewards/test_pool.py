@@ -110,9 +110,8 @@ def test_workers_may_be_killed_at_any_moment():
     pool = Pool({"process": pool_rewards.process}, 3)
     results = [submit(pool, index=i) for i in range(150)]
     for i in range(15):
-        pid = int(results[i * 9].result()[0][0])
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(int(results[i * 9].result()[0][0]), signal.SIGKILL)
     outcomes = [result.result() for result in results]
     pool.close()
     # A job survives the death of one worker, and few can have met two.

@@ -25,8 +25,7 @@ def randn(heads, tokens):
 def prefill(provider, kv_heads, prompts, owners):
     """Prefill prompts of these lengths for lanes with these owners (-1 for a free one); returns the keys of lanes."""
     most = max(map(owners.count, range(len(prompts))))
-    geometry = Geometry(len(owners), 5, len(prompts) + 1, 12, most, provider.flat)
-    slots = Slots(geometry, CPU, provider.memory_order)
+    slots = Slots(Geometry(len(owners), 5, len(prompts) + 1, 12, most, provider.flat), CPU, provider.memory_order)
     places = [len(prompts) - i for i in range(len(prompts))]
     lanes = [[i for i, owner in enumerate(owners) if owner == prompt] for prompt in range(len(prompts))]
     query, key, value = (randn(heads, sum(prompts)) for heads in (HEADS, kv_heads, kv_heads))

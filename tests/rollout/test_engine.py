@@ -61,8 +61,7 @@ def test_greedy_equals_generate(backend, architecture, requests, spare, stops, p
         found = finish(rollouts)
     for i, (number, limits) in enumerate(requests):
         for rollout, limit in zip(found[i], limits, strict=True):
-            expected = cut(greedy(architecture, number, penalty), limit, stops)
-            assert (rollout.ids, rollout.finish_reason) == expected
+            assert (rollout.ids, rollout.finish_reason) == cut(greedy(architecture, number, penalty), limit, stops)
 
 
 HOW = {
@@ -75,8 +74,7 @@ HOW = {name: SamplingParams(max_tokens=LONGEST, seed=4, **how) for name, how in 
 
 @cache
 def drawn_alone(how, number, count, request_id):
-    engine = RolloutEngine(model_of("qwen3"))
-    return engine.generate([POOL[number]], count, HOW[how], request_ids=[request_id])
+    return RolloutEngine(model_of("qwen3")).generate([POOL[number]], count, HOW[how], request_ids=[request_id])
 
 
 @pytest.mark.parametrize("how, attention", [("plain", "sdpa"), ("filtered", "products"), ("penalized", "products")])

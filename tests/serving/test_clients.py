@@ -11,13 +11,12 @@ import types
 import pytest
 import tiny
 import torch
+from server import TOOL
 
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("free")]
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {
-    "type": "object", "properties": {"a": {"type": "integer"}}}}}  # fmt: skip
 HI = [{"role": "user", "content": "hi"}]
 
 

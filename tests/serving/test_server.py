@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from processes import awaited
-from server import start
+from server import TOOL, start
 
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
@@ -21,8 +21,6 @@ from fastgrpo.serving.scheduler import Part
 pytestmark = pytest.mark.usefixtures("free")
 GREEDY = {"max_tokens": 8, "temperature": 0}
 LONG = {"prompt": "hello", "max_tokens": 1900, "ignore_eos": True}
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {
-    "type": "object", "properties": {"a": {"type": "integer"}}}}}  # fmt: skip
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>'
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -192,16 +190,14 @@ def test_tool_calls_are_parsed(server, post, stream, monkeypatch):
 def test_many_clients_share_the_engine(server):
     """More than there are lanes, with sampling parameters of three kinds, of which each waits for the others."""
     kinds = [{"temperature": 0}, {"temperature": 0.7}, {"top_p": 0.5}]
+    bodies = [{"prompt": f"{i}", "max_tokens": 2 + i % 9, "ignore_eos": True, **kinds[i // 4 % 3]} for i in range(40)]
 
     async def ask():
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-            bodies = [
-                {"prompt": f"{i}", "max_tokens": 2 + i % 9, "ignore_eos": True, **kinds[i // 4 % 3]} for i in range(40)
-            ]
-            return bodies, await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+            return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
 
-    bodies, replies = asyncio.run(ask())
-    assert [r.json()["usage"]["completion_tokens"] for r in replies] == [body["max_tokens"] for body in bodies]
+    counts = [reply.json()["usage"]["completion_tokens"] for reply in asyncio.run(ask())]
+    assert counts == [body["max_tokens"] for body in bodies]
 
 
 @pytest.mark.parametrize("how", ["stream", "answer", "waiting", "stopped"])

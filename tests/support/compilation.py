@@ -43,8 +43,7 @@ class Compilation:
         """Return registers, stack bytes, shared bytes and machine code."""
         kernel, signature = self.kernel, {}
         for name in kernel.arg_names:
-            scalar = "fp32" if name in FLOATS else "i32"
-            default = "*fp32" if name.endswith("_ptr") else scalar
+            default = "*fp32" if name.endswith("_ptr") else "fp32" if name in FLOATS else "i32"
             signature[name] = "constexpr" if name in self.constants else self.types.get(name, default)
         attributes = {
             (p.num,): [["tt.divisibility", 16]]

@@ -1,6 +1,7 @@
 """Inputs, truth and tolerance for the tests of the rollout's kernels, interpreted and on a GPU."""
 
 import math
+from functools import partial
 
 import torch
 
@@ -54,9 +55,7 @@ def random_decode(members, prompt_lengths, lengths, *, heads, depth, dtype=torch
         drawn = torch.randn(shape, device=device).to(dtype)
         return drawn.transpose(1, 2) if tokens_first else drawn
 
-    def integers(values):
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
+    integers = partial(torch.tensor, dtype=torch.int32, device=device)
     case = {"query": torch.randn(len(lengths), heads[0], depth, device=device).to(dtype), "scale": depth**-0.5}
     case["lengths"], case["prompt_lengths"] = integers(lengths), integers(prompt_lengths)
     case["members"] = integers(members) if members else integers([]).view(0, 4)

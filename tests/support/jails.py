@@ -38,8 +38,7 @@ def fenced(program):
 
 
 def ours():
-    processes = psutil.process_iter(["cmdline"])
-    return {process.pid for process in processes if str(MEMORY) in (process.info["cmdline"] or ())}
+    return {each.pid for each in psutil.process_iter(["cmdline"]) if str(MEMORY) in (each.info["cmdline"] or ())}
 
 
 def descendants(process, others=()):

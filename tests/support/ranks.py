@@ -55,8 +55,7 @@ class Job:
 
     def alive(self):
         """The processes of this job that live, the launcher among them."""
-        processes = psutil.process_iter(["environ"])
-        return {each.pid for each in processes if self.mark in (each.info["environ"] or ())}
+        return {each.pid for each in psutil.process_iter(["environ"]) if self.mark in (each.info["environ"] or ())}
 
     def kill(self):
         """End the launcher and all that it started, also where the launcher has ended before."""

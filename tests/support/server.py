@@ -11,6 +11,8 @@ from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.serving.app import Server, listen
 from fastgrpo.serving.scheduler import Scheduler
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {
+    "type": "object", "properties": {"a": {"type": "integer"}}}}}  # fmt: skip
 TOOL_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] or '' }}"
     "{% for c in m.tool_calls or [] %}<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} "

@@ -56,8 +56,7 @@ def stir(model, *parts, std=0.2, seed=0):
 
 def tokenizer(chat=False):
     """One token a byte, in the byte-level form that Qwen2's tokenizer has too; ids 0 and 1 are padding and end."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *alphabet])}
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     core = Tokenizer(models.BPE(vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -78,8 +77,7 @@ def encoder_tokenizer():
 
 def save(path, chat=False, padding=True, **changes):
     """A model and tokenizer folder as `from_pretrained` reads it; without `padding` its tokenizer cannot pad."""
-    policy = model(**{"max_position_embeddings": 2048, "vocab_size": 258, **changes})
-    policy.save_pretrained(path)
+    model(**{"max_position_embeddings": 2048, "vocab_size": 258, **changes}).save_pretrained(path)
     made = tokenizer(chat)
     if not padding:
         made.pad_token = None

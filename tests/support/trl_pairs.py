@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -33,8 +34,7 @@ def trainer(kind, path, folder, peft_config=None, use_vllm=False, **settings):
     rows = Dataset.from_list([{"prompt": text} for text in ("ab", "c", "hello ", "1+1=", "x", "to", "be", "or")])
     with warnings.catch_warnings(), mock.patch.dict(os.environ, CI="1"):  # in CI, TRL sends no telemetry
         warnings.simplefilter("ignore")
-        tokenizer = tiny.tokenizer()
-        made = kind(str(path), length_reward, config, rows, processing_class=tokenizer, peft_config=peft_config)
+        made = kind(str(path), length_reward, config, rows, processing_class=tiny.tokenizer(), peft_config=peft_config)
     made.current_gradient_accumulation_steps, made.use_vllm = config.gradient_accumulation_steps, use_vllm
     made.model.train()
     return made
@@ -47,31 +47,25 @@ def pair(path, folder, **settings):
 
 def make_inputs(trls, *, old=True, tools=False, seed=0):
     """What TRL's `_compute_loss` reads, of all micro-batches of an update."""
-    generator = torch.Generator().manual_seed(seed)
-    count = len(LENGTHS)
-
-    def noise(scale, *shape):
-        return scale * torch.randn(*shape, generator=generator)
-
-    def tokens(width):
-        return torch.randint(2, VOCABULARY, (count, width), generator=generator)
-
+    count, generator = len(LENGTHS), torch.Generator().manual_seed(seed)
+    noise = partial(torch.randn, count, WIDTH, generator=generator)
+    tokens = partial(torch.randint, 2, VOCABULARY, generator=generator)
     mask = (torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]).long()
     prompt_mask = torch.ones(count, PROMPT, dtype=torch.long)
     prompt_mask[1, 0] = prompt_mask[4, :2] = 0
     inputs = {
-        "prompt_ids": tokens(PROMPT), "prompt_mask": prompt_mask, "completion_ids": tokens(WIDTH),
+        "prompt_ids": tokens((count, PROMPT)), "prompt_mask": prompt_mask, "completion_ids": tokens((count, WIDTH)),
         "completion_mask": mask, "advantages": torch.tensor(ADVANTAGES), "num_items_in_batch": 2 * mask.sum(),
     }  # fmt: skip
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     attention = torch.cat([prompt_mask, mask], 1)
     with torch.no_grad():
         logps = trls._get_per_token_logps_and_entropies(trls.model, ids, attention, WIDTH)[0]
-    old_logps = logps + noise(0.4, count, WIDTH) * mask
+    old_logps = logps + 0.4 * noise() * mask
     if old:
         inputs["old_per_token_logps"] = old_logps
-    inputs["ref_per_token_logps"] = logps + noise(0.5, count, WIDTH) * mask
-    sampler = old_logps + noise(0.3, count, WIDTH) * mask
+    inputs["ref_per_token_logps"] = logps + 0.5 * noise() * mask
+    sampler = old_logps + 0.3 * noise() * mask
     sampler[0, 1] = torch.nan
     if tools:
         inputs["tool_mask"] = torch.ones_like(mask)

@@ -63,8 +63,7 @@ def test_the_warm_start_has_the_prompts_of_the_run(tmp_path, monkeypatch, task, 
 
 def learned(folder, flags):
     assert main(f"--output_dir {folder} --device cpu --seed 0 {flags}".split()) == 0
-    steps = [row for row in lines(folder) if "reward" in row]
-    return json.loads((folder / "summary.json").read_text()), steps
+    return json.loads((folder / "summary.json").read_text()), [row for row in lines(folder) if "reward" in row]
 
 
 @pytest.mark.slow

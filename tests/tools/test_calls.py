@@ -71,8 +71,7 @@ def test_a_failure_is_an_error_that_the_model_reads(tool, told):
 
 @pytest.mark.parametrize("arguments", [{}, {"y": 1}, {"x": 1, "y": 1}, [1], "x", None, {1: 2}])
 def test_wrong_arguments_are_an_error_that_the_model_reads(arguments):
-    tool = documented(lambda x: x)
-    assert ToolBox([tool]).call("<lambda>", arguments).result().failed
+    assert ToolBox([documented(lambda x: x)]).call("<lambda>", arguments).result().failed
 
 
 @pytest.mark.parametrize("name", ["addd", "", None, ["add"]])

@@ -132,8 +132,7 @@ def test_answers_that_do_not_fit_are_taken_back():
     assert turn(dialogue, SEE * 2, room=5) == Turn(reason=StopReason.LENGTH)
     assert [message["role"] for message in dialogue.messages] == ["assistant", "tool", "assistant"]
     assert len(dialogue.calls) == 3
-    whole = ids(SEE + "[1]" + SEE * 2)
-    assert dialogue.transcript(whole) == dialogue.messages and len(dialogue.messages) == 3
+    assert dialogue.transcript(ids(SEE + "[1]" + SEE * 2)) == dialogue.messages and len(dialogue.messages) == 3
 
 
 def test_the_transcript_has_a_turn_that_the_rollout_cut_off():

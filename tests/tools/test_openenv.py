@@ -122,8 +122,7 @@ def environments(server):
 
 
 def begin(environments, *rows):
-    episodes = environments.start(rows, range(7, 7 + len(rows)))
-    return [Dialogue(episode, Builder(), ids("go")) for episode in episodes]
+    return [Dialogue(episode, Builder(), ids("go")) for episode in environments.start(rows, range(7, 7 + len(rows)))]
 
 
 def test_an_action_is_a_tool(environments):

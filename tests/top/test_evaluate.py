@@ -51,8 +51,7 @@ class Script(RolloutBackend):
 def measured():
     right, wrong = "<think>.</think><answer>42</answer>", "<answer>7</answer>"
     rows = [{"prompt": "6x7?", "answer": "#### 42"}, {"prompt": "6x7 again?", "answer": "#### 42"}]
-    draws = [right, right, wrong, "none", wrong, wrong, "42", wrong]
-    engine = Script([right, wrong], draws)
+    engine = Script([right, wrong], [right, right, wrong, "none", wrong, wrong, "42", wrong])
     sampling = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=50)
     rewards = Rewards([correctness, format_reward])
     return evaluate(engine, Prompts(engine.tokenizer), rows, rewards, sampling, STATE, None, 4), engine

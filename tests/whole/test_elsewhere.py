@@ -43,8 +43,7 @@ def read(path):
 
 def test_a_folder_is_a_model_of_its_architecture(folder):
     config = read(folder / "config.json")
-    named = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "dtype": "bfloat16"}
-    assert named.items() <= config.items()
+    assert {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "dtype": "bfloat16"}.items() <= config.items()
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert not {"auto_map", "quantization_config", "attn_implementation", "_attn_implementation"} & set(config)
     assert [path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")] == ["model.safetensors"]

@@ -132,8 +132,7 @@ def compare(one, other):
 
 def check(folder, count, names):
     """Make the runs by one process and by several ranks, and compare them."""
-    outputs = Path(tempfile.mkdtemp(dir=folder))
-    codes, told = forked(__file__, outputs, count, folder, ",".join(names))("ranks")
+    codes, told = forked(__file__, Path(tempfile.mkdtemp(dir=folder)), count, folder, ",".join(names))("ranks")
     assert codes == [0] * count, "\n".join(told)
     assert told[1:] == [""] * (count - 1)  # only rank 0 prints
     for name in names:

@@ -59,8 +59,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def restarted(folder):
     """A run that nothing stopped, and one that lost a rank and was started again by torchrun."""
-    command = [SCRIPT, folder, "whole", "killed"]
-    with start(command, launcher=("--standalone", "--max_restarts", "3")) as job:
+    with start([SCRIPT, folder, "whole", "killed"], launcher=("--standalone", "--max_restarts", "3")) as job:
         assert job.wait() == 0, job.told()
         return job.rank(0), job.rank(0, attempt=1), job.told()
 
@@ -104,8 +103,7 @@ def test_two_agents_run_one_training(folder, restarted):
     )  # fmt: skip
     with ExitStack() as stack:
         jobs = [stack.enter_context(start([SCRIPT, folder, "two"], count=1, launcher=agent)) for _ in range(2)]
-        codes = [job.wait() for job in jobs]
-        assert codes == [0, 0], "\n".join(job.told() for job in jobs)
+        assert [job.wait() for job in jobs] == [0, 0], "\n".join(job.told() for job in jobs)
     assert_same_run(folder / "two", folder / "whole")
 
 

@@ -67,10 +67,7 @@ def test_the_first_use_of_group_decode_is_checked(planted, monkeypatch, caplog):
     monkeypatch.setattr(engine_module, "make_provider", lambda *args: GroupDecode())
     if planted:
         right = decode.group_decode
-        monkeypatch.setattr(
-            decode, "group_decode",
-            lambda *args, scale: right(*args[:-2], args[-2] - 1, args[-1], scale=scale),
-        )  # fmt: skip
+        monkeypatch.setattr(decode, "group_decode", lambda *args, **kw: right(*args[:-2], args[-2] - 1, args[-1], **kw))
     with caplog.at_level("WARNING", "fastgrpo"):
         seen = RolloutEngine(model, max_num_seqs=4).generate(PROMPTS[::2], 2, sampling)
     assert ids_of(seen) == ids_of(expected)

@@ -127,8 +127,7 @@ def test_one_logit_60_nats_above(target):
 def test_a_bad_target_poisons_only_its_row():
     leaves, rest = random_head(20, 16, 50)
     for bad in (-1, 50, -100):
-        targets = rest["targets"].index_fill(0, torch.tensor([5]), bad)
-        logps, _ = head_kernels.linear_logprob(*leaves.values(), targets)
+        logps, _ = head_kernels.linear_logprob(*leaves.values(), rest["targets"].index_fill(0, torch.tensor([5]), bad))
         assert logps.isnan().nonzero().flatten().tolist() == [5]
 
 
@@ -169,8 +168,7 @@ def test_rows_past_2_to_the_31():
     hidden, weight = torch.randn(3, 16).half(), torch.randn(50, 16).half()
     targets = (hidden.float() @ weight.float().T).argmax(-1)
     far = torch.empty_strided((3, 16), (2**30, 1), dtype=torch.float16).copy_(hidden)
-    logps = [head_kernels.linear_logprob(states, weight, targets)[0] for states in (hidden, far)]
-    assert torch.equal(*logps)
+    assert torch.equal(*[head_kernels.linear_logprob(states, weight, targets)[0] for states in (hidden, far)])
     arguments = head_kernels.Head(hidden, weight, None, targets, 1.0, None, None).checked()
     far = torch.empty_strided((3, 50), (2**30, 1), dtype=torch.float16)
     near = head_kernels.empty_exps(3, 50, far)
@@ -219,6 +217,5 @@ def test_every_launch_is_on_the_device_of_its_tensors(softcap, monkeypatch):
     (logps + entropy).sum().backward()
     del rest["logit_softcap"]
     for inplace in (False, True):
-        logits = leaves["hidden"] @ leaves["weight"].T
-        (2 * logits_grpo_loss(logits, **rest, inplace=inplace).loss).backward()
+        (2 * logits_grpo_loss(leaves["hidden"] @ leaves["weight"].T, **rest, inplace=inplace).loss).backward()
     assert len(launches) > 20 and min(launches) == 1 and not inside
