@@ -83,9 +83,8 @@ class Conversation:
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k
         }  # fmt: skip
         model.generation_config = GenerationConfig(
-            do_sample=bool(drawn), max_new_tokens=sampling.max_tokens, eos_token_id=list(stops), pad_token_id=stops[0],
-            **drawn,
-        )  # fmt: skip
+            do_sample=bool(drawn), eos_token_id=list(stops), pad_token_id=stops[0], **drawn
+        )
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
         self.reset()
@@ -112,11 +111,13 @@ class Conversation:
         return said
 
     def _draw(self, ids, prompt):
-        """Draw a turn, and stream it."""
-        self.policy.check_prompt(ids, self.max_tokens, f"the prompt {shortened(prompt)}")
+        """Draw a turn of at most max_tokens that fits into the context, and stream it."""
+        room = min(self.max_tokens, max(1, (self.policy.context or sys.maxsize) - len(ids)))
+        self.policy.check_prompt(ids, room, f"the prompt {shortened(prompt)}")
         before = torch.tensor([ids], device=self.model.device)
         streamer = _streamer(self.tokenizer, self.raw)
-        out = self.model.generate(before, attention_mask=torch.ones_like(before), streamer=streamer)
+        mask = torch.ones_like(before)
+        out = self.model.generate(before, attention_mask=mask, streamer=streamer, max_new_tokens=room)
         return out[0, len(ids) :].tolist()
 
     def _answer_with_tools(self, turn):
@@ -143,7 +144,7 @@ class Conversation:
                 reason = StopReason.LENGTH
                 break
             told = len(dialogue.calls)
-            room = (self.policy.context or sys.maxsize) - len(whole) - len(drawn) - self.max_tokens
+            room = (self.policy.context or sys.maxsize) - len(whole) - len(drawn) - 1
             reason = dialogue.answer(drawn, room).result().reason
             for call in dialogue.calls[told:]:
                 self._print(f"[{call['name']} {call['arguments']}: {call['answer']} ({call['latency_s']:.2g} s)]")

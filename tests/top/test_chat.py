@@ -99,11 +99,11 @@ def test_filters_and_temperature_reach_the_draw_and_a_models_own_penalties_do_no
 
 
 def test_the_interactive_loop(models, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"hi \n\n/new\n{'x' * 3000}\nhi \n/exit\nnever\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"hi \n\n/new\n{'x' * 3000}\nhi \n/new\n{'x' * 2028}\n/exit\nnever\n"))
     assert main([models[True], "-n", "5", "--temperature", "0"]) == 0
     out, err = capsys.readouterr()
     assert out.count(greedy_text("<user>hi \n<assistant>", 5)) == 2 and "/exit ends" in out
-    assert "exceeds the model's context of 2048" in err and "/new" in err
+    assert "exceeds the model's context of 2048" in err and "/new" in err and err.count("exceeds") == 1
 
 
 @pytest.mark.parametrize("raw", [False, True])
