@@ -53,7 +53,7 @@ PANELS = (
     ),
     Panel(
         "True reward by context",
-        "mean of the draws; dashed: the favourite",
+        "mean (dashed: the favourite)",
         tuple(f"{DRAWN}/true_reward/{context}" for context in CONTEXTS),
         tuple(CONTEXTS),
         dashed=tuple(f"{DRAWN}/favourite_reward/{context}" for context in CONTEXTS),

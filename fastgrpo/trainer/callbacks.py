@@ -63,7 +63,7 @@ class Callbacks:
     Attributes:
         handler: transformers' handler. Callbacks can be added and removed.
         control: The flags that callbacks set.
-        args: The settings for callbacks. They are known once the run folder is claimed.
+        args: The settings for callbacks. `output_dir` is the path of the run once its folder is claimed.
     """
 
     def __init__(
