@@ -112,8 +112,10 @@ class Conversation:
 
     def _draw(self, ids, prompt):
         """Draw a turn of at most max_tokens that fits into the context, and stream it."""
-        room = min(self.max_tokens, max(1, (self.policy.context or sys.maxsize) - len(ids)))
-        self.policy.check_prompt(ids, room, f"the prompt {shortened(prompt)}")
+        name = f"the prompt {shortened(prompt)}"
+        self.policy.check_ids(ids, name)
+        self.policy.check_length(len(ids) + 1, f"{name} has {len(ids)} tokens, and with one more it", "shorten it")
+        room = min(self.max_tokens, (self.policy.context or sys.maxsize) - len(ids))
         before = torch.tensor([ids], device=self.model.device)
         streamer = _streamer(self.tokenizer, self.raw)
         mask = torch.ones_like(before)

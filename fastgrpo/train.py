@@ -53,9 +53,13 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
 
 def check_runs(runs: Sequence[SweepRun]) -> None:
     """Check each setting of a sweep once, as `make_trainer` does before the warm start."""
-    from fastgrpo.policy.load import load_tokenizer
 
-    load = functools.cache(load_tokenizer)
+    @functools.cache
+    def load(path, trust_remote_code):
+        from fastgrpo.policy.load import load_tokenizer
+
+        return load_tokenizer(path, trust_remote_code)
+
     for config in {run.setting: run.config for run in runs}.values():
         _checked(config, load)
 

@@ -68,6 +68,8 @@ def run_command(main: Callable[[list[str]], Any], argv: list[str] | None = None)
 
 def _run(main, argv):
     debug = "--debug" in argv
+    if follows():
+        warnings.simplefilter("ignore")  # rank 0 warns for all
     try:
         main([argument for argument in argv if argument != "--debug"])
     except KeyboardInterrupt:
@@ -94,6 +96,11 @@ def several_processes() -> bool:
     return launched()
 
 
+def follows() -> bool:
+    """Return whether this process is a rank other than 0."""
+    return several_processes() and os.environ["RANK"] != "0"
+
+
 def _end_of_rank(error, text, debug):
     """Report the error of one rank of several. Returns the exit code: 2 for a user error, else 1."""
     from fastgrpo.ranks import RankLost, end
@@ -107,8 +114,7 @@ def _end_of_rank(error, text, debug):
 def quiet_libraries() -> None:
     """Silence advice of libraries about options, and the progress bars of weight loading.
 
-    Errors and download bars remain. TRANSFORMERS_VERBOSITY=warning restores the advice. Ranks other than 0 print no
-    warnings and no bars.
+    Errors remain, and the download bars of rank 0. TRANSFORMERS_VERBOSITY=warning restores the advice.
     """
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
@@ -118,9 +124,7 @@ def quiet_libraries() -> None:
         getLogger("liger_kernel").setLevel(ERROR)  # it lists its parts for other GPUs
     downloads = not are_progress_bars_disabled()
     logging.disable_progress_bar()
-    if several_processes() and os.environ["RANK"] != "0":
-        warnings.simplefilter("ignore")  # rank 0 warns for all
-    elif downloads:
+    if downloads and not follows():
         enable_progress_bars()  # the line above also turned off download bars
 
 

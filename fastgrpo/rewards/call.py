@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from fastgrpo.rewards.models import Judge
 
 logger = logging.getLogger(__name__)
-TOKENS = ("completion_ids", "tool_mask")  # arguments of a function that are made for each call
 
 
 @dataclass(frozen=True)
@@ -299,8 +298,8 @@ def _beyond(steps, completions):
 
 def _call(function, completions, trainer_state, notes, columns):
     """Call a function with its own copies."""
-    given = arguments(completions, columns)
-    given |= {name: [copied(item) for item in items] for name, items in given.items() if name not in TOKENS}
+    given = arguments(completions, columns)  # with a new list of each completion's ids
+    given |= {name: [copied(item) for item in items] for name, items in given.items() if name != "completion_ids"}
     if any(completion.dialogue for completion in completions):
         given["environments"] = [completion.dialogue.environment for completion in completions]
     logs = {name: getattr(notes, name) for name in LOGS}
@@ -363,7 +362,7 @@ def arguments(completions: Sequence[Sample], columns: Iterable[str]) -> dict[str
     names = dict.fromkeys([*columns, *(name for completion in completions for name in completion.columns)])
     given = {name: [completion.columns.get(name) for completion in completions] for name in names}
     if any(completion.dialogue for completion in completions):
-        given["tool_mask"] = [list(completion.tool_mask or [1] * len(completion.ids)) for completion in completions]
+        given["tool_mask"] = [completion.tool_mask or [1] * len(completion.ids) for completion in completions]
     return given | {
         "prompts": [completion.prompt for completion in completions],
         "completions": [completion.content for completion in completions],

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -13,7 +14,7 @@ import torch
 
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.config.validation import CONDITIONS, RESUME_MAY_CHANGE, on_resume
-from fastgrpo.ranks import Ranks
+from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.run.checkpoint import checkpoints, read_state, step_of, verify
 from fastgrpo.run.folder import SWEEP_TABLE, RunFolder, claim_output_dir, contents, made_in, note
 
@@ -39,6 +40,13 @@ def open_run(
         folder.close()
         raise
     return folder, checkpoint
+
+
+def may_go_on(config: TrainingConfig, ranks: Ranks = ALONE) -> bool:
+    """Return whether output_dir holds checkpoints, and resume_from_checkpoint is not set."""
+    path = config.output_dir
+    left = path is not None and os.path.isdir(path) and bool(checkpoints(path))
+    return ranks.from_lead(left and config.resume_from_checkpoint is None, "whether output_dir holds a run")
 
 
 def _find(folder, config, say):

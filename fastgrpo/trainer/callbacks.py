@@ -35,10 +35,10 @@ class Arguments:
     eval_delay = 0
 
     def __init__(
-        self, config: TrainingConfig, ranks: Ranks, output_dir: Path | str | None, evaluates: bool, greater: bool = True
+        self, config: TrainingConfig, ranks: Ranks, output_dir: Path, evaluates: bool, greater: bool = True
     ) -> None:
         self.config = config
-        self.output_dir = output_dir and str(output_dir)
+        self.output_dir = str(output_dir)
         self.greater_is_better = greater
         self.world_size, self.process_index = ranks.size, ranks.rank
         self.should_save = self.should_log = ranks.lead

@@ -41,7 +41,7 @@ from fastgrpo.run.health import Watch
 from fastgrpo.run.log import RunLog, open_log
 from fastgrpo.run.metrics import Summary, evaluated
 from fastgrpo.run.profiling import Profiler, StageTimer, peak_flops
-from fastgrpo.run.resume import digest_of_rows, inputs_of, refuse_differences, set_aside, shared_settings
+from fastgrpo.run.resume import digest_of_rows, inputs_of, may_go_on, refuse_differences, set_aside, shared_settings
 from fastgrpo.run.signals import StopSignals
 from fastgrpo.run.snapshot import GlobalRNG, HostCopies, Snapshot, restore
 from fastgrpo.run.terminal import is_terminal
@@ -131,7 +131,6 @@ class GRPOTrainer:
         self.args, self.train_dataset, self.eval_dataset = args, train_dataset, eval_dataset
         self.ranks = ranks = join(args.device, args.ddp_timeout)
         self.rollout_func = rollout_func
-        self.environments = []  # instances of the completions of the last rollout, in their order
         self.environment_pool = pool = self._make_environments(tools, environment_factory)
         if pool is not None and rollout_func is not None:
             raise ValueError(
@@ -199,19 +198,21 @@ class GRPOTrainer:
         self.copies = HostCopies()
         self.optimizer.adamw.register_step_pre_hook(self.copies.before_update)
         self.panels, self.log, self.left = panels, None, False  # left: a script has written to the run folder
+        self.checked = False  # whether the rows are valid
         self.told = set()  # notes of evaluations
         self.callbacks = Callbacks(
             callbacks, self.state, self.model, self.tokenizer, self.optimizer.adamw, self.schedule, ranks
         )
-        if log:
+        # TRL's scripts pass the checkpoint to `train`, so an existing run is opened only there.
+        if log or not may_go_on(args, ranks):
             self._open(log)
-        else:  # the folder is claimed by the first step or evaluation, since `train` may be given a checkpoint
-            self.callbacks.args = Arguments(args, ranks, args.output_dir, bool(self.held_out))
+        else:
+            self.callbacks.args = Arguments(args, ranks, Path(args.output_dir), bool(self.held_out))
         try:
             self.callbacks.call("on_init_end")
         except BaseException:
-            if log:
-                log.close()
+            if self.log is not None:  # nobody has the trainer, so nobody can release its folder
+                self.log.close()
             raise
 
     # Setup before the first step. Supervised training overrides some of these methods.
@@ -304,13 +305,25 @@ class GRPOTrainer:
     # The run folder.
 
     def open(self) -> None:
-        """Claim the run folder, unless it is already claimed."""
+        """Validate all rows, and claim the run folder, unless it is already claimed."""
+        self._validate()
         if self.log is None:
             self._open()
 
+    def _validate(self):
+        """Validate all rows once. If they are wrong, release the run folder."""
+        try:
+            if not self.checked:
+                self._check_rows(as_rows(self.source.rows, "train_dataset.rows"))
+        except BaseException:
+            if self.log is not None:
+                (self.log.discard if self.log.checkpoint is None else self.log.close)()
+                self.log = None
+            raise
+        self.checked = True
+
     def _open(self, log=None):
-        """Validate all rows, claim the run folder, unless `log` has, and create everything that needs it."""
-        self._check_rows(as_rows(self.source.rows, "train_dataset.rows"))
+        """Claim the run folder, unless `log` has, and create everything that needs it."""
         args = self.args
         self.log = log = log or open_log(args, self.inputs, self.ranks)
         self.state.log_history = log.history
@@ -334,6 +347,7 @@ class GRPOTrainer:
         )
         if begun:
             raise ValueError(f"resume_from_checkpoint={checkpoint!r}: this trainer has begun a run; create a new one")
+        self._validate()
         resume = "auto" if checkpoint is True else str(checkpoint)
         self.args = dataclasses.replace(self.args, resume_from_checkpoint=resume, overwrite_output_dir=False)
         if self.log is not None:
@@ -481,9 +495,7 @@ class GRPOTrainer:
 
     def collect(self) -> tuple[list[Sample], dict[str, float]]:
         """Draw and judge the samples of a step, and compute their advantages. Return them and the metrics."""
-        samples, values = self.collector(self.state)
-        self.environments = [sample.dialogue.environment for sample in samples if sample.dialogue is not None]
-        return samples, values
+        return self.collector(self.state)
 
     def update(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
         """Train the policy on collected samples, and sync the reference if it follows the policy.
@@ -668,6 +680,11 @@ class GRPOTrainer:
     def reward_weights(self) -> torch.Tensor:
         """The weights of the reward functions."""
         return torch.tensor([] if self.rewards is None else [*self.rewards.weights], dtype=torch.float32)
+
+    @property
+    def environments(self) -> list | None:
+        """The environments of the completions that were started last, in their order; None without environments."""
+        return self.prompts.started
 
     @property
     def tools(self) -> list[Callable]:

@@ -19,7 +19,6 @@ from fastgrpo.data.prompts import is_example, to_examples
 from fastgrpo.data.records import Sample
 from fastgrpo.data.sources import Curriculum, Source
 from fastgrpo.policy.fit import examples_of
-from fastgrpo.policy.load import stop_token_ids
 from fastgrpo.policy.micro_batches import Dealer
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, score
@@ -38,7 +37,7 @@ class SFTTrainer(GRPOTrainer):
         model: A folder, hub id or GGUF file, or a transformers causal LM, which is trained in place.
         args: The settings, or None for the defaults.
         train_dataset: Rows with a `prompt` and a `completion`, or with `messages`, or a `Source` of them (not a
-            Curriculum). All rows are validated here.
+            Curriculum). `train` validates all rows before the first step.
         eval_dataset: Held-out rows, or None for no evaluation. If they have completions or messages, their loss is
             measured. If there are reward functions, their prompts are completed and judged.
         processing_class: The tokenizer, or None for the model's.
@@ -81,7 +80,6 @@ class SFTTrainer(GRPOTrainer):
         return Rewards(reward_funcs, **rewards_settings(self.args)) if given else None
 
     def _check_rows(self, train_rows):
-        self.stops = stop_token_ids(self.policy, self.tokenizer)
         for _ in self._read(train_rows):
             pass
         self.examples = {id(rows): self._examples(rows) for rows in self.held_out.values()}
@@ -95,7 +93,7 @@ class SFTTrainer(GRPOTrainer):
         return list(self._read(rows)) if any(map(is_example, rows)) else []
 
     def _read(self, rows):
-        how = self.tokenizer, self.policy, self.stops, self._shows_bars, self.args.template_kwargs
+        how = self.tokenizer, self.policy, self.sampling.stop_token_ids, self._shows_bars, self.args.template_kwargs
         return examples_of(rows, *how)
 
     def _prepare(self):
@@ -110,7 +108,7 @@ class SFTTrainer(GRPOTrainer):
     def collect(self) -> tuple[list[Sample], dict[str, float]]:
         """Tokenize the rows of a step."""
         rows = self.source.take(self.args.batch_size)
-        how = self.tokenizer, self.stops, self.args.template_kwargs
+        how = self.tokenizer, self.sampling.stop_token_ids, self.args.template_kwargs
         samples = [sample for row in rows for sample in to_examples(row, *how)]
         self.state.count(len(rows), sum(map(len, samples)), of=len(self.source))
         return samples, {}

@@ -151,7 +151,8 @@ def test_every_prompt_of_a_run_goes_through_the_chat_template_with_its_arguments
     assert shown == {"[calm]<user>ab\n<assistant>", "[calm]<user>c\n<assistant>"}
     assert run.train()["accuracy_after"] is not None
     with pytest.raises(ValueError, match="no mood"):
-        make_trainer(tmp_path, **given).open()
+        make_trainer(tmp_path, **given, output_dir=str(tmp_path / "other")).train()
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_bounded_backward_pass_leaves_columns_out(tmp_path):

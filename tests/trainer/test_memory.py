@@ -299,7 +299,6 @@ def test_a_trainer_prints_its_plan_where_memory_is_limited(tmp_path, monkeypatch
     offloading = {"gradient_checkpointing": "auto", "activation_offloading": True}
     assert make_trainer(tmp_path / "offloading", **offloading).policy.offloads
     trainer = make_trainer(tmp_path, gradient_checkpointing="auto")
-    trainer.open()
     assert not trainer.policy.offloads
     assert "of 1024.00 GiB" in capsys.readouterr().out and not trainer.model.is_gradient_checkpointing
     assert trainer.engine.reserved() == trainer.optimizer.bytes_to_come(trainer.policy.device) + trainer.plan.passing

@@ -30,6 +30,8 @@ def test_overwrites_an_earlier_run_only_when_training_starts(tmp_path):
     make_trainer(tmp_path, max_steps=3).train()
     with pytest.raises(ValueError, match="is not empty"):
         make_trainer(tmp_path).train()
+    with pytest.raises(ValueError, match="no column 'prompt'"):
+        make_trainer(tmp_path, rows=[{"promt": "a"}], overwrite_output_dir=True).train()
     trainer = make_trainer(tmp_path, overwrite_output_dir=True)
     assert (tmp_path / "run" / "checkpoint-3").is_dir()
     trainer.train()
@@ -55,13 +57,12 @@ def test_two_trainers_in_one_process_cannot_share_a_folder(tmp_path):
 
     def meddling(completions, **columns):
         with pytest.raises(ValueError, match=r"in use by another trainer of this process; let its train\(\) end"):
-            make_trainer(tmp_path, overwrite_output_dir=True).train()
+            make_trainer(tmp_path, overwrite_output_dir=True)
         return share_of_a(completions)
 
-    first, idle = make_trainer(tmp_path, **settings), make_trainer(tmp_path, **settings)
-    first.step()
+    first = make_trainer(tmp_path, **settings)
     with pytest.raises(ValueError, match=r"in use by another trainer of this process; .* with trainer.log.close"):
-        idle.step()
+        make_trainer(tmp_path, **settings)
     first.log.close()
     second = make_trainer(tmp_path, meddling, **settings)
     assert second.train()["steps"] == 2

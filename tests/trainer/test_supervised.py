@@ -129,7 +129,7 @@ def test_a_checkpoint_of_another_command_is_refused(tmp_path):
 
     make_trainer(tmp_path, max_steps=1).train()
     with pytest.raises(ValueError, match=r"checkpoint-1 was written by python -m fastgrpo.sft"):
-        make_grpo(tmp_path, resume_from_checkpoint="auto").open()
+        make_grpo(tmp_path, resume_from_checkpoint="auto")
 
 
 MISTAKES = [
@@ -143,4 +143,5 @@ MISTAKES = [
 @pytest.mark.parametrize("changes, message", MISTAKES)
 def test_reports_wrong_settings_before_the_first_step(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, **changes).open()
+        make_trainer(tmp_path, **changes).train()
+    assert not (tmp_path / "run").exists()

@@ -126,7 +126,7 @@ def test_skips_and_renames_damaged_checkpoints(whole, capsys):
     note(run, ".tmp-checkpoint-8")  # as a kill in the middle of a save leaves it
     (run / ".tmp-checkpoint-8").mkdir()
     with pytest.raises(ValueError, match=r"checkpoint-6/optimizer\.pt is damaged"):
-        make_trainer(folder, "damaged", resume_from_checkpoint=str(run / "checkpoint-6")).open()
+        make_trainer(folder, "damaged", resume_from_checkpoint=str(run / "checkpoint-6"))
     capsys.readouterr()
     go_on(folder, "damaged")
     said = capsys.readouterr().out
@@ -141,7 +141,6 @@ def test_a_named_checkpoint_resumes_in_its_own_folder(whole):
     run = folder / "named"
     make_trainer(folder, "named").train()
     trainer = make_trainer(folder, None, output_dir=None, resume_from_checkpoint=str(run / "checkpoint-2"), seed=1)
-    trainer.open()
     assert trainer.log.dir == run and list(checkpoints(run)) == [2, 4, 6, 8]  # nothing moves before it has gone on
     trainer.train()
     assert list(checkpoints(run)) == [2, 4, 6, 8]
@@ -189,8 +188,6 @@ def test_settings_that_change_the_run_are_refused_and_others_warned_of(whole, ca
         make(dtype="bfloat16").train()
     assert json.loads((folder / "changed" / "config.json").read_text())["dtype"] == "float32"
     capsys.readouterr()
-    resumed = make(max_steps=10, save_steps=5, max_num_seqs=64, reward_errors="skip")
-    resumed.open()
-    resumed.log.close()
+    make(max_steps=10, save_steps=5, max_num_seqs=64, reward_errors="skip").log.close()
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert len(warnings) == 2 and "max_steps was 8 and is 10 now" in warnings[1]
