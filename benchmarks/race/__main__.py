@@ -84,9 +84,10 @@ def run(name: str, variant: str, seed: int, path: Path, examiner: Examiner) -> I
                 return
 
 
-def race(name: str) -> list[dict[str, Any]]:
-    """Run all contestants of a task in turns over the seeds, and return a row per measurement."""
-    rows = []
+def race(name: str) -> Iterator[dict[str, Any]]:
+    """Run all contestants of a task in turns over the seeds, and yield a row per measurement."""
+    (row,) = rows_of({}, {"all": ""}, benchmark="race")
+    common = {key: value for key, value in row.items() if key not in ("variant", "missing")}
     for seed in range(SEEDS):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model"
@@ -95,13 +96,12 @@ def race(name: str) -> list[dict[str, Any]]:
             if seed == 0:
                 print(f"{name}, first step: {first_steps(name, seed, path, examiner)}")
             for variant in VARIANTS[seed % len(VARIANTS) :] + VARIANTS[: seed % len(VARIANTS)]:
-                about = {"task": name, "variant": variant, "seed": seed}
+                about = common | {"task": name, "variant": variant, "seed": seed}
                 try:
-                    rows += [about | measured for measured in run(name, variant, seed, path, examiner)]
+                    for measured in run(name, variant, seed, path, examiner):
+                        yield about | measured
                 except Failed as error:
-                    rows.append(about | {"missing": str(error)})
-    (common,) = rows_of({}, {"all": ""}, benchmark="race")
-    return [{key: value for key, value in common.items() if key not in ("variant", "missing")} | row for row in rows]
+                    yield about | {"missing": str(error)}
 
 
 def seconds_to(rows: list[dict[str, Any]], target: float) -> float | None:
@@ -159,14 +159,19 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(names: list[str]) -> None:
-    """Run the named tasks, or all, and print their tables."""
+    """Run the named tasks, or all, and print their tables. A run that is interrupted keeps what it has measured."""
     for name in names or list(TASKS):
-        rows = race(name)
-        if not SMALL:
-            with RESULTS.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-            draw(rows, HERE / f"race-{name}.png")
-        print(table(rows))
+        rows = []
+        try:
+            for row in race(name):
+                rows.append(row)
+                if not SMALL:
+                    with RESULTS.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+        finally:
+            if rows and not SMALL:
+                draw(rows, HERE / f"race-{name}.png")
+            print(table(rows) if rows else f"{name}: nothing measured")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastgrpo import group_advantages, linear_grpo_loss, linear_logprob
-from fastgrpo.tasks.arithmetic import correctness, format_reward, pairs_by_level, to_row
+from fastgrpo.tasks.arithmetic import carry_pairs, correctness, format_reward, to_row
 
 GROUP, MU = 8, 2  # completions per prompt, updates per rollout
 LOSS = {"loss_type": "grpo", "epsilon": 0.2, "beta": 0.04}
@@ -66,7 +66,7 @@ class GRPO(L.LightningModule):
 
 def main(name, updates=200, prompts=16, seed=0, **options):
     L.seed_everything(seed)
-    *_, sums, held_out = [[to_row(*pair) for pair in level] for level in pairs_by_level()]
+    sums, held_out = [[to_row(*pair) for pair in pairs] for pairs in carry_pairs()]
     batches = [rows for _ in range(updates // MU) for rows in [random.sample(sums, prompts)] * MU]
     repeated, tests = (torch.utils.data.DataLoader(rows, batch_size=None) for rows in (batches, [held_out]))
     trainer = L.Trainer(max_steps=updates, val_check_interval=updates // 4, gradient_clip_val=1.0, devices=1, **options)

@@ -8,8 +8,8 @@ runs=${1:-runs/stages}
 all=(--task arithmetic --seed 42 --dtype float32) # flags of every command
 start=() # the first model
 each=(--reward_funcs correctness format_reward steps_reward --eval_num_generations 8) # flags of every training
-sft=(--max_steps 300)
-grpo=(--max_steps 300 --eval_steps 150 --reward_weights 1 0 0)
+sft=(--max_steps 240)
+grpo=(--max_steps 280 --eval_steps 140 --reward_weights 1 0 0)
 distill=(--num_generations 4)
 distilled=(--max_steps 300)
 if [ $# -gt 1 ]; then source "$2"; fi

@@ -38,7 +38,8 @@ def checked_row(row: dict) -> tuple[str | list, dict[str, Any]]:
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict with a prompt, got {brief(row)}")
     if "prompt" not in row:
-        raise ValueError(f"the row has no column 'prompt', only {', '.join(map(str, row))}")
+        found = ", ".join(map(str, row))
+        raise ValueError(f"the row has no column 'prompt', only {found}" if row else "the row is empty")
     prompt, columns = row["prompt"], {name: value for name, value in row.items() if name != "prompt"}
     check_turns(prompt, "the prompt")
     _check_columns(columns)

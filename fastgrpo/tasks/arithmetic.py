@@ -3,9 +3,8 @@
     47+38=7+8=15 4+3+1=8 85
 
 The model writes the sum of the units, then the sum of the tens with the carry, then the result. Only the result is
-rewarded. A short supervised warm start teaches the form and some of the sums. GRPO does the rest, over a curriculum
-whose levels are small numbers, larger numbers, and any two numbers whose sum has a carry. `HELD_OUT` pairs of the last
-level appear neither in the warm start nor in GRPO.
+rewarded. A short supervised warm start teaches the form and some of the sums. GRPO does the rest, on pairs whose units
+have a carry. `HELD_OUT` of these pairs appear neither in the warm start nor in GRPO.
 """
 
 import random
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastgrpo.config.sections import PromptConfig
-from fastgrpo.data import Curriculum, Level
 from fastgrpo.data.prompts import to_prompt
 from fastgrpo.policy.characters import character_model
 from fastgrpo.rewards.answers import completion_text
@@ -30,12 +28,14 @@ PAIRS_SEED = 0  # the same pairs are held out in every run, so that runs can be 
 CHARACTERS = "0123456789+= "
 WARM_START = {"steps": 340, "batch_size": 64, "learning_rate": 3e-3}
 WARM_START_EXAMPLES = 8192
-ENOUGH = 0.36  # greedy accuracy on sums with a carry at which the warm start ends
+ENOUGH = 0.5  # greedy accuracy on sums with a carry at which the warm start ends
 # The accuracy is checked on CHECK_PROMPTS sums every CHECK_STEPS steps, but not before step CHECK_FROM, when the
 # learning rate has come down.
 CHECK_FROM, CHECK_STEPS, CHECK_PROMPTS = 240, 10, 300
 _FORM = re.compile(r"\d\+\d=\d+ \d\+\d(\+1)?=\d+ \d+")
-CARRY_SHARE = 0.12  # share of the warm start's examples with a carry: enough to show it, too few to learn it
+# Share of the warm start's examples with a carry. With few of them, some sums of tens (such as even + even + 1) are so
+# improbable after the warm start that no group has a correct completion, and GRPO never learns them.
+CARRY_SHARE = 0.3
 
 
 def correctness(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float]:
@@ -65,20 +65,16 @@ def steps_reward(prompts: list, completions: list, **columns: Any) -> list[float
     return [float(completion_text(text) == steps) for text, steps in zip(completions, right, strict=True)]
 
 
-def pairs_by_level() -> tuple[list[tuple[int, int]], ...]:
-    """Split the pairs of two-digit numbers into levels. No level has a held-out pair, in either order.
+def carry_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Split the pairs of two-digit numbers whose units have a carry into those of training and the held-out ones.
 
-    The easy levels include carries, because a policy unlearns a carry that it never sees.
+    No held-out pair appears in training in either order.
     """
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    carry = [(a, b) for a, b in pairs if a % 10 + b % 10 >= 10]
-    random.Random(PAIRS_SEED).shuffle(carry)
-    held_out = {frozenset(pair) for pair in carry[:HELD_OUT]}  # in either order: 38+47 reveals 47+38
-    small, larger, hardest = (
-        [pair for pair in chosen if frozenset(pair) not in held_out]
-        for chosen in ([p for p in pairs if max(p) < 40], [p for p in pairs if max(p) < 70], carry)
-    )
-    return small, larger, hardest, carry[:HELD_OUT]
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if a % 10 + b % 10 >= 10]
+    random.Random(PAIRS_SEED).shuffle(pairs)
+    held_out = pairs[:HELD_OUT]
+    orders = {frozenset(pair) for pair in held_out}  # 38+47 reveals 47+38
+    return [pair for pair in pairs if frozenset(pair) not in orders], held_out
 
 
 def to_row(a: int, b: int) -> dict[str, str]:
@@ -94,23 +90,18 @@ def written(a: int, b: int) -> str:
 
 
 def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase | None") -> Task:
-    """Train on the curriculum over the three levels, and test on the held-out pairs."""
+    """Train on pairs with a carry, and test on the held-out ones."""
     refuse_data("arithmetic", config)
-    *levels, held_out = pairs_by_level()
-
-    def train():
-        sources = [shuffled([to_row(*pair) for pair in level], config) for level in levels]
-        thresholds, names = (0.5, 0.5, None), ("below 40", "below 70", "any, with a carry")
-        return Curriculum([Level(*level) for level in zip(names, sources, thresholds, strict=True)])
-
+    pairs, held_out = carry_pairs()
+    rows = [to_row(*pair) for pair in pairs]
     rewards, test = [correctness, format_reward], [to_row(*pair) for pair in held_out]
-    return Task(train, lambda: test, rewards, lambda: examples(config.seed), steps_reward)
+    return Task(lambda: shuffled(rows, config), lambda: test, rewards, lambda: examples(config.seed), steps_reward)
 
 
 def examples(seed: int) -> list[dict[str, str]]:
-    """Draw written sums that show the form, rarely with a carry, and never a held-out pair."""
+    """Draw written sums that show the form, some with a carry, and never a held-out pair."""
     rng = random.Random(seed)
-    *_, carry, _ = pairs_by_level()
+    carry, _ = carry_pairs()
     plain = [(a, b) for a in range(10, 100) for b in range(10, 100) if a % 10 + b % 10 < 10]
     rows = []
     for _ in range(WARM_START_EXAMPLES):
@@ -129,7 +120,7 @@ def enough(policy: "Policy", tokenizer: "PreTrainedTokenizerBase") -> Callable[[
     from fastgrpo.rollout.engine import RolloutEngine
     from fastgrpo.rollout.sampling import SamplingParams
 
-    *_, carry, _ = pairs_by_level()
+    carry, _ = carry_pairs()
     rows = [to_row(*pair) for pair in carry[:CHECK_PROMPTS]]
     ids, answers = [to_prompt(row, tokenizer).ids for row in rows], [row["answer"] for row in rows]
     engine = RolloutEngine(policy, max_num_seqs=len(rows))

@@ -349,10 +349,16 @@ class GRPOTrainer:
             raise ValueError(f"resume_from_checkpoint={checkpoint!r}: this trainer has begun a run; create a new one")
         self._validate()
         resume = "auto" if checkpoint is True else str(checkpoint)
-        self.args = dataclasses.replace(self.args, resume_from_checkpoint=resume, overwrite_output_dir=False)
         if self.log is not None:
             self.log.discard()
-        self._open()
+            self.log = None
+        given = self.args
+        self.args = dataclasses.replace(given, resume_from_checkpoint=resume, overwrite_output_dir=False)
+        try:
+            self._open()
+        except BaseException:
+            self.args = given  # the next call to train() follows the settings
+            raise
 
     def parts(self) -> dict[str, Stateful]:
         """Return the stateful parts of the run, by their names in checkpoints."""

@@ -45,13 +45,13 @@ def easy():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lightning_grpo, "correctness", lambda prompts, texts, answers: [t.count("1") for t in texts])
         patch.setattr(lightning_grpo, "format_reward", lambda prompts, texts: [-len(text) / 10 for text in texts])
-        patch.setattr(lightning_grpo, "pairs_by_level", lambda: [pairs[:50] for pairs in arithmetic.pairs_by_level()])
+        patch.setattr(lightning_grpo, "carry_pairs", lambda: [pairs[:50] for pairs in arithmetic.carry_pairs()])
         yield
 
 
 @pytest.fixture
 def real(monkeypatch):
-    for name in ("correctness", "format_reward", "pairs_by_level"):
+    for name in ("correctness", "format_reward", "carry_pairs"):
         monkeypatch.setattr(lightning_grpo, name, getattr(arithmetic, name))
 
 

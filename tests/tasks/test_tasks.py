@@ -94,13 +94,12 @@ def test_a_task_that_makes_its_own_data_refuses_other_data():
             find_task("answers")
 
 
-def test_arithmetic_levels_exclude_held_out_pairs():
-    *levels, held_out = arithmetic.pairs_by_level()
+def test_arithmetic_trains_on_no_held_out_pair():
+    pairs, held_out = arithmetic.carry_pairs()
     assert len(set(held_out)) == arithmetic.HELD_OUT
     assert all(a % 10 + b % 10 >= 10 and min(a, b) >= 10 for a, b in held_out)
-    for level in levels:
-        assert level and not {frozenset(pair) for pair in level} & {frozenset(pair) for pair in held_out}
-    assert all(a % 10 + b % 10 >= 10 for a, b in levels[-1]) and len(levels[-1]) > 2500
+    assert not {frozenset(pair) for pair in pairs} & {frozenset(pair) for pair in held_out}
+    assert all(a % 10 + b % 10 >= 10 for a, b in pairs) and len(pairs) > 2500
     texts = {(47, 38): "7+8=15 4+3+1=8 85", (41, 32): "1+2=3 4+3=7 73", (99, 99): "9+9=18 9+9+1=19 198"}
     for (a, b), text in texts.items():
         assert arithmetic.written(a, b) == text
@@ -115,7 +114,7 @@ def test_the_warm_start_sees_no_held_out_pair(tmp_path, monkeypatch):
     path = make_policy(arithmetic, tmp_path / "model", TrainConfig(device="cpu"), lambda *_: None)
     tokenizer = AutoTokenizer.from_pretrained(path)
     prompts = {tokenizer.decode(example.prompt_ids) for example in seen}
-    *_, held_out = arithmetic.pairs_by_level()
+    _, held_out = arithmetic.carry_pairs()
     assert len(prompts) > 1000
     assert not prompts & {f"{a}+{b}=" for pair in held_out for a, b in (pair, pair[::-1])}
     a, b = (int(number) for number in tokenizer.decode(seen[0].prompt_ids)[:-1].split("+"))

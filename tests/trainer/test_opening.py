@@ -49,6 +49,13 @@ def test_a_started_run_does_not_resume_another_checkpoint(tmp_path):
     assert made == {path.name for path in (tmp_path / "other").iterdir()} and len(made) > 3
 
 
+def test_a_wrong_checkpoint_does_not_stay_in_the_settings(tmp_path):
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(ValueError, match="no-such"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "no-such"))
+    assert trainer.train()["steps"] == 2
+
+
 ENDED = "this trainer no longer holds output_dir .*resume_from_checkpoint='auto'"
 
 
