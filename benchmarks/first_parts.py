@@ -31,6 +31,9 @@ from benchmarks.first_sizes import (
 )
 from benchmarks.harness import CUDA, DEVICE, DTYPE, SMALL, Bar, at_least, at_most, name_of, none_of
 from benchmarks.peers import PEERS, peers
+from benchmarks.race import __main__ as race
+from benchmarks.race.examiner import Examiner
+from benchmarks.race.tasks import TASKS
 from fastgrpo.kernel_checks import runner
 from fastgrpo.kernel_checks.cases import CASES, modes_here
 from fastgrpo.policy.load import prepare
@@ -41,6 +44,7 @@ ROUNDS = 2 if SMALL else 10
 SECONDS = 8  # time limit of the rounds of one shape
 FLATTEN_BAR = 1.01  # 1% is noise
 CHECK_SECONDS = 45  # time limit of one check, including the start of its process
+RACE_SECONDS = 25  # of training, for each trainer
 GRAPHS, *_, EAGER = bench_rollout.ENGINES
 
 
@@ -192,6 +196,21 @@ def time_trl() -> None:
         tell_contest(bench_trl.contestants_of(Path(folder)), {}, bench_trl.judged)
 
 
+def race_trainers() -> None:
+    """Train the built-in example with fastgrpo and with TRL, each for `RACE_SECONDS`, and measure its accuracy."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        TASKS["embedded"].make_model(path, 0)
+        examiner, notes = Examiner(TASKS["embedded"], path), []
+        for variant in ("fastgrpo", "TRL"):
+            about, rows = race.facts("embedded", variant, 0), []
+            for row in race.run("embedded", variant, 0, path, examiner, RACE_SECONDS):
+                rows.append(about | row)
+            accuracies = " -> ".join(f"{rows[i]['accuracy']:.3f}" for i in (0, -1))
+            notes.append(f"{variant}: {accuracies} in {rows[-1]['step']} steps, {rows[-1]['seconds']:.0f} s")
+            tell(rows, note="; ".join(notes))
+
+
 def compare_choices() -> None:
     """Compare a choice that was made without a GPU: `flatten` on and off."""
     from fastgrpo.kernels import head as head_kernels
@@ -232,6 +251,7 @@ PARTS = {
     "decode": time_decode,
     "step": time_step,
     "trl": time_trl,
+    "race": race_trainers,
     "choices": compare_choices,
     "times": time_kernels,
 }

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from benchmarks.compare import rows_of
 from benchmarks.contestants import Contestant, Failed, taking_part
-from benchmarks.harness import SMALL
+from benchmarks.harness import DEVICE, SMALL
 from benchmarks.race.examiner import Examiner
 from benchmarks.race.tasks import TASKS
 from benchmarks.race.trainers import VARIANTS, WEIGHTS
@@ -30,7 +30,7 @@ AGREE = 1e-4  # largest relative difference of the trainers' first loss and grad
 
 def contestant_of(variant: str, function: str, **options: Any) -> Contestant:
     """Return the process of a trainer, in which a function of trainers.py creates it."""
-    return Contestant(variant, f"benchmarks.race.trainers:{function}", "cpu", variant=variant, **options)
+    return Contestant(variant, f"benchmarks.race.trainers:{function}", DEVICE, variant=variant, **options)
 
 
 def first_steps(name: str, seed: int, path: Path, examiner: Examiner) -> dict[str, dict[str, float]]:
@@ -61,8 +61,14 @@ def first_steps(name: str, seed: int, path: Path, examiner: Examiner) -> dict[st
     return found
 
 
-def run(name: str, variant: str, seed: int, path: Path, examiner: Examiner) -> Iterator[dict[str, Any]]:
-    """Train one contestant, and yield step, seconds of training, accuracy and peak memory of each measurement."""
+def run(
+    name: str, variant: str, seed: int, path: Path, examiner: Examiner, limit: float | None = None
+) -> Iterator[dict[str, Any]]:
+    """Train one contestant, and yield step, seconds of training, accuracy and peak memory of each measurement.
+
+    The run ends after `limit` seconds of training, or after those of the task. The memory is the peak resident memory
+    of the process, on a GPU too.
+    """
     task = TASKS[name]
     steps, every = (4, 2) if SMALL else (task.steps, task.every)
     seconds = 0.0
@@ -74,7 +80,7 @@ def run(name: str, variant: str, seed: int, path: Path, examiner: Examiner) -> I
         it.entry()
         for step in tqdm(range(1, steps + 1), desc=f"{name}, {variant}, seed {seed}"):
             seconds += it.seconds(variant)
-            last = step == steps or seconds > task.limit
+            last = step == steps or seconds > (limit or task.limit)
             if step % every == 0 or last:
                 memory = round(it.resident / 2**20)  # before the weights are saved
                 it.seconds("save")
@@ -84,10 +90,14 @@ def run(name: str, variant: str, seed: int, path: Path, examiner: Examiner) -> I
                 return
 
 
+def facts(name: str, variant: str, seed: int) -> dict[str, Any]:
+    """Return what every row of a run has: the machine, the commit, versions, and the run itself."""
+    (row,) = rows_of({}, {variant: ""}, benchmark="race")
+    return {key: value for key, value in row.items() if key != "missing"} | {"task": name, "seed": seed}
+
+
 def race(name: str) -> Iterator[dict[str, Any]]:
     """Run all contestants of a task in turns over the seeds, and yield a row per measurement."""
-    (row,) = rows_of({}, {"all": ""}, benchmark="race")
-    common = {key: value for key, value in row.items() if key not in ("variant", "missing")}
     for seed in range(SEEDS):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model"
@@ -96,7 +106,7 @@ def race(name: str) -> Iterator[dict[str, Any]]:
             if seed == 0:
                 print(f"{name}, first step: {first_steps(name, seed, path, examiner)}")
             for variant in VARIANTS[seed % len(VARIANTS) :] + VARIANTS[: seed % len(VARIANTS)]:
-                about = common | {"task": name, "variant": variant, "seed": seed}
+                about = facts(name, variant, seed)
                 try:
                     for measured in run(name, variant, seed, path, examiner):
                         yield about | measured

@@ -5,6 +5,7 @@ from typing import Any
 
 from safetensors.torch import load_model
 
+from benchmarks.harness import DEVICE
 from benchmarks.race.tasks import RaceTask
 from fastgrpo.data.records import TrainerState
 from fastgrpo.evaluation.heldout import evaluate
@@ -19,7 +20,7 @@ class Examiner:
     """The model and the held-out rows of a task."""
 
     def __init__(self, task: RaceTask, path: Path):
-        self.policy, tokenizer = load_policy(path, dtype="float32", device="cpu")
+        self.policy, tokenizer = load_policy(path, dtype="float32", device=DEVICE)
         self.source, self.rewards, self.rows = Prompts(tokenizer), Rewards(task.rewards), task.rows(0)[1]
         self.state = TrainerState(0, 0, 0.0, task.settings["max_completion_length"])
         self.sampling = SamplingParams(

@@ -1,8 +1,8 @@
 """The trainers of the race, each in a process of its own (benchmarks/contestants.py).
 
 An entry has two calls: the variant's name trains one step, and "save" writes the weights to a file, for the measurement
-of the accuracy. All trainers start from the same model, draw on the CPU in fp32, and train on the completions of an
-update as one batch.
+of the accuracy. All trainers start from the same model, draw in fp32, and train on the completions of an update
+as one batch.
 """
 
 import json
@@ -15,6 +15,7 @@ from safetensors.torch import save_model
 
 from benchmarks import stepwise
 from benchmarks.contestants import Entry
+from benchmarks.harness import CUDA, DEVICE
 from benchmarks.race.tasks import TASKS, RaceTask
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.integrations.trl import patch
@@ -34,7 +35,7 @@ def our_trainer(
     """Create fastgrpo's trainer."""
     config = GRPOConfig(
         prompts_per_step=race.prompts,
-        device="cpu",
+        device=DEVICE,
         dtype="float32",
         gradient_checkpointing=False,
         **race.settings,
@@ -48,7 +49,7 @@ def trl_settings(variant: str, race: RaceTask, updates: int = 1) -> dict[str, An
     return {
         "per_device_train_batch_size": race.prompts * race.settings["num_generations"] // updates,
         "steps_per_generation": updates,
-        "use_cpu": True,
+        "use_cpu": not CUDA,
         "bf16": False,
         "gradient_checkpointing": False,
         "model_init_kwargs": {"dtype": "float32"},
