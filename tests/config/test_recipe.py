@@ -27,7 +27,7 @@ def test_config_takes_the_name_of_a_shipped_recipe(tmp_path, monkeypatch):
     (tmp_path / "r1").write_text("num_generations: 3\n")
     assert parse(["--config", "r1"]).num_generations == 3  # the user's own file goes first
     (tmp_path / "arithmetic").mkdir()
-    assert parse(["--config", "arithmetic"]).max_steps == 500  # a folder hides no recipe
+    assert parse(["--config", "arithmetic"]).max_steps == 280  # a folder hides no recipe
     for argv in (["--config", "r2"], ["--config", ""], ["--config="], ["--config"]):
         with pytest.raises(ValueError, match=r"no such file: r2|--config"):
             parse(argv)
