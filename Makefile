@@ -1,5 +1,5 @@
-# make train   install what is pinned, then run the built-in example to its end
-# make test    the same environment, then the tests
+# make train   install what training needs, then run the built-in example to its end
+# make test    install everything that tests need, then run them
 # make real    a pretrained language model of 135M parameters trains on sums, and is measured on GSM8K
 # make docs    build the documentation site into site/; a broken link or an undocumented public name is an error
 # make pages   write docs/settings.md, docs/from-trl.md and what --help prints anew from the code, and
@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
   report-picture comparison-picture test-slow mutants machine-code liger-tests \
   soak bench race bench-gpu bench-gpu-engine first-gpu lint clean
 
-train: $(VENV)/.installed
+train: $(VENV)/.installed-train
 	$(BIN)/python -m fastgrpo.train $(ARGS)
 
 # In several processes with a thread each, about 1.5 GB a process. A file is one process's, so its fixtures are made
@@ -182,17 +182,26 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-$(VENV)/.installed: setup.py constraints.txt
+# Python compiles what it imports; compiling every module of every package takes longer.
+INSTALL = $(BIN)/python -m pip install --no-compile $(PIP_ARGS) -c constraints.txt -e
+TESTED := train,dev,integrations,rewards,serve
+
+$(VENV)/.installed-train: setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,integrations,rewards,serve]'
+	$(INSTALL) '.[train]'
 	touch $@
 
+$(VENV)/.installed: setup.py constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) '.[$(TESTED)]'
+	touch $@ $(VENV)/.installed-train
+
 $(VENV)/.installed-bench: $(VENV)/.installed
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,integrations,rewards,serve,bench]'
+	$(INSTALL) '.[$(TESTED),bench]'
 	touch $@
 
 $(VENV)/.installed-slow: $(VENV)/.installed
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,integrations,rewards,serve,bench,docs,release,gym]'
+	$(INSTALL) '.[$(TESTED),bench,docs,release,gym]'
 	touch $@
 
 clean:
