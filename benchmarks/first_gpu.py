@@ -46,7 +46,7 @@ LEAST = 5  # minimum seconds left to start a part
 TAIL = 3000  # characters kept of the output of a failed part
 SUMMARY = re.compile(r"^=+ .*\b(passed|failed|skipped|errors?)\b.* in [\d.]+s.* =+$", re.MULTILINE)  # end of a run
 STARTED_TEST = re.compile(r"^(tests/\S*?::.*?) *\Z", re.MULTILINE)  # pytest prints the name, then the verdict
-ROW_NAMES = ("benchmark", "model", "n", "d", "v", "case", "variant", "step")  # key of a row within a part
+ROW_NAMES = ("benchmark", "model", "n", "d", "v", "case", "variant")  # key of a row within a part
 VERDICT = re.compile(r"^(tests/.*?::.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
 KERNEL_TESTS = ("tests/kernels/test_gpu.py", "tests/kernels/test_rollout_kernels_gpu.py")
 SANITIZER = "compute-sanitizer"
@@ -218,7 +218,7 @@ def parts() -> list[Part]:
         own("choices", 45, *(f"{size_name(size)}: {bar}" for size in FLATTEN_SIZES for bar in flatten),
             **interpreted, **KERNELS_ONLY),
         own("trl", 150, *TRL_BARS, **KERNELS_ONLY),
-        own("race", 100),
+        own("race", 130),
         own("times", 45),
         # Without the caching allocator, the sanitizer detects accesses past the end of a tensor.
         Part("sanitizer", watched if sanitizer else None, 90, (f"errors of {SANITIZER}",), read_sanitizer,

@@ -4,7 +4,7 @@
 
 Each contestant trains in a process of its own, alone on the machine, once per seed. Its clock runs only during training
 steps. Every few steps the weights are saved, and this process measures the greedy accuracy on held-out prompts, for all
-contestants with the same code. results.jsonl gets a line per measurement, race-TASK.png the curves.
+contestants with the same code. results.jsonl gets a line per measurement, race-TASK-DEVICE.png the curves.
 
 Before the race, all contestants make one step on the same completions: loss and gradient norm must agree.
 """

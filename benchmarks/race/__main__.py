@@ -13,11 +13,12 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from benchmarks.compare import rows_of
 from benchmarks.contestants import Contestant, Failed, taking_part
-from benchmarks.harness import DEVICE, SMALL
+from benchmarks.harness import CUDA, DEVICE, SMALL
 from benchmarks.race.examiner import Examiner
 from benchmarks.race.tasks import TASKS
 from benchmarks.race.trainers import VARIANTS, WEIGHTS
@@ -64,10 +65,11 @@ def first_steps(name: str, seed: int, path: Path, examiner: Examiner) -> dict[st
 def run(
     name: str, variant: str, seed: int, path: Path, examiner: Examiner, limit: float | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Train one contestant, and yield step, seconds of training, accuracy and peak memory of each measurement.
+    """Train one contestant, and yield the figures of each measurement.
 
-    The run ends after `limit` seconds of training, or after those of the task. The memory is the peak resident memory
-    of the process, on a GPU too.
+    Each row has step, seconds of training, accuracy, peak memory in MiB, and whether it is the last. The run ends after
+    `limit` seconds of training, or after those of the task. The memory is the peak resident memory of the process, on a
+    GPU too.
     """
     task = TASKS[name]
     steps, every = (4, 2) if SMALL else (task.steps, task.every)
@@ -85,7 +87,8 @@ def run(
                 memory = round(it.resident / 2**20)  # before the weights are saved
                 it.seconds("save")
                 accuracy = examiner.accuracy(Path(folder) / WEIGHTS)
-                yield {"step": step, "seconds": round(seconds, 2), "accuracy": accuracy, "peak_mib": memory}
+                found = {"step": step, "seconds": round(seconds, 2), "accuracy": accuracy, "peak_mib": memory}
+                yield found | {"last": last}
             if last:
                 return
 
@@ -93,7 +96,10 @@ def run(
 def facts(name: str, variant: str, seed: int) -> dict[str, Any]:
     """Return what every row of a run has: the machine, the commit, versions, and the run itself."""
     (row,) = rows_of({}, {variant: ""}, benchmark="race")
-    return {key: value for key, value in row.items() if key != "missing"} | {"task": name, "seed": seed}
+    device = torch.cuda.get_device_name() if CUDA else "cpu"
+    return {key: value for key, value in row.items() if key != "missing"} | {
+        "task": name, "seed": seed, "device": device
+    }  # fmt: skip
 
 
 def race(name: str) -> Iterator[dict[str, Any]]:
@@ -120,12 +126,12 @@ def seconds_to(rows: list[dict[str, Any]], target: float) -> float | None:
 
 
 def runs_of(rows: list[dict[str, Any]]) -> dict[str, list[list[dict[str, Any]]]]:
-    """Return the runs of each variant, one per seed, without failed ones."""
+    """Return the runs of each variant, one per seed, that reached their end."""
     found = {}
     for row in rows:
-        if "missing" not in row:
-            found.setdefault(row["variant"], {}).setdefault(row["seed"], []).append(row)
-    return {variant: list(seeds.values()) for variant, seeds in found.items()}
+        found.setdefault(row["variant"], {}).setdefault(row["seed"], []).append(row)
+    ended = {variant: [run for run in seeds.values() if run[-1].get("last")] for variant, seeds in found.items()}
+    return {variant: runs for variant, runs in ended.items() if runs}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -179,8 +185,8 @@ def main(names: list[str]) -> None:
                     with RESULTS.open("a") as file:
                         file.write(json.dumps(row) + "\n")
         finally:
-            if rows and not SMALL:
-                draw(rows, HERE / f"race-{name}.png")
+            if runs_of(rows) and not SMALL:
+                draw(rows, HERE / f"race-{name}-{DEVICE}.png")
             print(table(rows) if rows else f"{name}: nothing measured")
 
 

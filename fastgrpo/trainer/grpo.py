@@ -316,11 +316,15 @@ class GRPOTrainer:
             if not self.checked:
                 self._check_rows(as_rows(self.source.rows, "train_dataset.rows"))
         except BaseException:
-            if self.log is not None:
-                (self.log.discard if self.log.checkpoint is None else self.log.close)()
-                self.log = None
+            self._release()
             raise
         self.checked = True
+
+    def _release(self):
+        """Release the run folder. It is deleted if this trainer made it, and nothing is in it."""
+        if self.log is not None:
+            (self.log.discard if self.log.checkpoint is None else self.log.close)()
+            self.log = None
 
     def _open(self, log=None):
         """Claim the run folder, unless `log` has, and create everything that needs it."""
@@ -349,14 +353,13 @@ class GRPOTrainer:
             raise ValueError(f"resume_from_checkpoint={checkpoint!r}: this trainer has begun a run; create a new one")
         self._validate()
         resume = "auto" if checkpoint is True else str(checkpoint)
-        if self.log is not None:
-            self.log.discard()
-            self.log = None
+        self._release()
         given = self.args
         self.args = dataclasses.replace(given, resume_from_checkpoint=resume, overwrite_output_dir=False)
         try:
             self._open()
         except BaseException:
+            self._release()
             self.args = given  # the next call to train() follows the settings
             raise
 

@@ -13,6 +13,7 @@ from benchmarks import first_gpu, report
 from benchmarks.compare import append, compare, rows_of
 from benchmarks.contestants import Contestant, Failed, contest, taking_part
 from benchmarks.harness import at_least
+from benchmarks.race import __main__ as race
 from benchmarks.race.trainers import VARIANTS
 
 SMALL = {"FASTGRPO_BENCH_SMALL": "1"}
@@ -143,6 +144,17 @@ def test_first_gpu_runs_small():
     for name in ("check", "head", "rollout", "choices"):
         values = [cells[1] for part, *cells in lines if part == name and not cells[0].endswith("active")]
         assert values and all(float(value) >= 0 for value in values)
+
+
+def test_the_race_shows_only_runs_that_ended():
+    """The second run failed after a measurement, and the third was interrupted."""
+    first = {"task": "embedded", "step": 0, "seconds": 0.0, "accuracy": 0.5}
+    last = first | {"step": 40, "seconds": 20.0, "accuracy": 0.96, "peak_mib": 900, "last": True}
+    runs = ("fastgrpo", [first, last]), ("TRL", [first, {"task": "embedded", "missing": "died"}]), ("other", [first])
+    rows = [row | {"variant": variant, "seed": 0} for variant, of in runs for row in of]
+    text = race.table(rows)
+    assert "| fastgrpo | 20 | 0.500 | 0.960, 0.960 | 900 |" in text and "TRL, seed 0: died" in text
+    assert text.count("\n") == 3 and list(race.runs_of(rows)) == ["fastgrpo"]
 
 
 @pytest.mark.slow
