@@ -199,23 +199,21 @@ def race_trainers() -> None:
     from benchmarks.race.examiner import Examiner
     from benchmarks.race.tasks import TASKS
 
-    ended = []
+    notes = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
         TASKS["embedded"].make_model(path, 0)
         examiner = Examiner(TASKS["embedded"], path)
         for variant in ("fastgrpo", "TRL"):
-            found = "not measured"
             try:
                 for row in race.run("embedded", variant, 0, path, examiner, RACE_SECONDS):
-                    found = f"accuracy {row['accuracy']:.3f} after {row['step']} steps, {row['seconds']:.0f} s"
-                    tell(note="; ".join([*ended, f"{variant}: {found}"]))
+                    notes[variant] = f"accuracy {row['accuracy']:.3f} after {row['step']} steps, {row['seconds']:.0f} s"
+                    tell(note="; ".join(map(": ".join, notes.items())))
             except Failed as error:
                 if variant == "fastgrpo":
                     raise
-                found = str(error)
-            ended.append(f"{variant}: {found}")
-            tell(note="; ".join(ended))
+                notes[variant] = str(error)
+                tell(note="; ".join(map(": ".join, notes.items())))
 
 
 def compare_choices() -> None:

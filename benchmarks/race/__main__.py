@@ -87,8 +87,8 @@ def run(
                 memory = round(it.resident / 2**20)  # before the weights are saved
                 it.seconds("save")
                 accuracy = examiner.accuracy(Path(folder) / WEIGHTS)
-                found = {"step": step, "seconds": round(seconds, 2), "accuracy": accuracy, "peak_mib": memory}
-                yield found | {"last": last}
+                time = round(seconds, 2)
+                yield {"step": step, "seconds": time, "accuracy": accuracy, "peak_mib": memory, "last": last}
             if last:
                 return
 
@@ -96,10 +96,8 @@ def run(
 def facts(name: str, variant: str, seed: int) -> dict[str, Any]:
     """Return what every row of a run has: the machine, the commit, versions, and the run itself."""
     (row,) = rows_of({}, {variant: ""}, benchmark="race")
-    device = torch.cuda.get_device_name() if CUDA else "cpu"
-    return {key: value for key, value in row.items() if key != "missing"} | {
-        "task": name, "seed": seed, "device": device
-    }  # fmt: skip
+    del row["missing"]
+    return row | {"task": name, "seed": seed, "device": torch.cuda.get_device_name() if CUDA else "cpu"}
 
 
 def race(name: str) -> Iterator[dict[str, Any]]:

@@ -66,9 +66,9 @@ def steps_reward(prompts: list, completions: list, **columns: Any) -> list[float
 
 
 def carry_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Split the pairs of two-digit numbers whose units have a carry into those of training and the held-out ones.
+    """Return the pairs of two-digit numbers whose units have a carry: those for training, and the held-out ones.
 
-    No held-out pair appears in training in either order.
+    No held-out pair is in training, in either order.
     """
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if a % 10 + b % 10 >= 10]
     random.Random(PAIRS_SEED).shuffle(pairs)
@@ -92,10 +92,9 @@ def written(a: int, b: int) -> str:
 def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase | None") -> Task:
     """Train on pairs with a carry, and test on the held-out ones."""
     refuse_data("arithmetic", config)
-    pairs, held_out = carry_pairs()
-    rows = [to_row(*pair) for pair in pairs]
-    rewards, test = [correctness, format_reward], [to_row(*pair) for pair in held_out]
-    return Task(lambda: shuffled(rows, config), lambda: test, rewards, lambda: examples(config.seed), steps_reward)
+    train, test = ([to_row(*pair) for pair in part] for part in carry_pairs())
+    rewards = [correctness, format_reward]
+    return Task(lambda: shuffled(train, config), lambda: test, rewards, lambda: examples(config.seed), steps_reward)
 
 
 def examples(seed: int) -> list[dict[str, str]]:

@@ -321,7 +321,7 @@ class GRPOTrainer:
         self.checked = True
 
     def _release(self):
-        """Release the run folder. It is deleted if this trainer made it, and nothing is in it."""
+        """Release the run folder, and delete what this trainer made in a new one."""
         if self.log is not None:
             (self.log.discard if self.log.checkpoint is None else self.log.close)()
             self.log = None
