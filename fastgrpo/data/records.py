@@ -1,6 +1,6 @@
 """The records passed between stages: a `Prompt`, the `Sample`s drawn for it, and the `Batch` of an update.
 
-A stage adds its results to a sample with `dataclasses.replace`; records are never changed in place. A batch packs the
+A stage adds its results to a sample with `Sample.replace`; records are never changed in place. A batch packs the
 samples of a micro-batch into one sequence of tokens without padding.
 
 A completion with tools has several turns: the model draws tokens up to a stop token, the answers of its tools are
@@ -160,6 +160,12 @@ class Sample:
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.ids)
 
+    def replace(self, **changes: Any) -> "Sample":
+        """Return a copy with other values of some fields, faster than `dataclasses.replace`."""
+        copy = object.__new__(Sample)
+        vars(copy).update(vars(self), **changes)
+        return copy
+
     @property
     def drawn(self) -> list[int]:
         """The drawn tokens [D] of `ids`."""
@@ -180,11 +186,11 @@ def with_text(sample: Sample, prompt: Prompt, tokenizer: Any) -> Sample:
     """Add the text of a drawn sample, and the prompt and columns that reward functions get."""
     if sample.dialogue is not None:
         messages, content = sample.dialogue.prompt, sample.dialogue.transcript(sample.ids)
-        return dataclasses.replace(sample, prompt=messages, columns=prompt.columns, content=content)
+        return sample.replace(prompt=messages, columns=prompt.columns, content=content)
     text = tokenizer.decode(sample.ids, skip_special_tokens=True)
     content = text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]
     columns = prompt.columns | sample.columns  # of `rollout_func`
-    return dataclasses.replace(sample, prompt=prompt.prompt, columns=columns, content=content)
+    return sample.replace(prompt=prompt.prompt, columns=columns, content=content)
 
 
 @dataclass(frozen=True)

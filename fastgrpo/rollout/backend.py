@@ -358,4 +358,4 @@ def _limited(sample, sampling, context):
     if sample.dialogue is None or sample.finish_reason != StopReason.LENGTH or context is None:
         return sample
     shortened = context - len(sample.prompt_ids) < sampling.max_tokens
-    return dataclasses.replace(sample, finish_reason=StopReason.CONTEXT) if shortened else sample
+    return sample.replace(finish_reason=StopReason.CONTEXT) if shortened else sample

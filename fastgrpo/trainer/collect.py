@@ -96,7 +96,7 @@ class Collector:
             if sum(teaching) == args.prompts_per_step:
                 break
         columns = dict.fromkeys(chain.from_iterable(s.extras for s in samples))  # None where a batch logged no such
-        samples = [dataclasses.replace(s, extras=columns | s.extras) for s in samples]
+        samples = [s.replace(extras=columns | s.extras) for s in samples]
         # Take the earliest groups that teach, then the earliest dropped ones, and keep them in the order of their draw.
         chosen = sorted(sorted(range(len(teaching)), key=lambda i: not teaching[i])[: args.prompts_per_step])
         trained = [i for group in chosen for i in range(group * size, (group + 1) * size)]
@@ -104,7 +104,7 @@ class Collector:
         if len(live) > 1:  # the scale of advantages is that of the trained groups, which come from several batches
             of_step = with_advantages(of_step, self.rewards, args)
         for i, sample in zip(trained, of_step, strict=True):
-            samples[i] = dataclasses.replace(sample, trained=True)
+            samples[i] = sample.replace(trained=True)
         state.count(taken, sum(map(len, samples)) + lost, of=len(self.source))
         metrics = dict(counts) | {name: sum(values) / len(values) for name, values in logged.items()}
         metrics |= length_metrics(samples) | self.prompts.metrics(samples) | _means(live)
@@ -277,7 +277,7 @@ def with_advantages(
             clip=None if stepped else args.advantage_clip,
         )
     done = [
-        dataclasses.replace(sample, advantage=advantage, masked=args.mask_truncated_completions and sample.truncated)
+        sample.replace(advantage=advantage, masked=args.mask_truncated_completions and sample.truncated)
         for sample, advantage in zip(samples, advantages.tolist(), strict=True)
     ]
     return _with_steps(done, stepped, rewards, args, size) if stepped else done
@@ -306,7 +306,7 @@ def _with_steps(samples, stepped, rewards, args, size):
         p if s.tool_mask is None else p[torch.tensor(s.tool_mask) > 0] for s, p in zip(samples, parts, strict=True)
     ]
     return [
-        dataclasses.replace(sample, advantage=part.mean().item(), token_advantages=part.float())
+        sample.replace(advantage=part.mean().item(), token_advantages=part.float())
         for sample, part in zip(samples, drawn, strict=True)
     ]
 
@@ -384,7 +384,7 @@ def log_samples(
     }
     for known in ranks.gather(mine, "the ratios of the samples that are logged"):
         for i, (ratios, clipped) in known.items():
-            samples[i] = dataclasses.replace(samples[i], ratios=ratios, clipped=clipped)
+            samples[i] = samples[i].replace(ratios=ratios, clipped=clipped)
     if ranks.lead:
         spans = [(group, samples[group * size : (group + 1) * size]) for group in groups]
         rows = [row for group, of_group in spans for row in sample_rows(step, group, of_group, text)]

@@ -7,12 +7,13 @@ Supervised training (`supervised.py`) uses the same loop with its own collect an
 """
 
 import dataclasses
+import gc
 import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -57,6 +58,17 @@ from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Learner, get_of
 
 logger = logging.getLogger(__name__)
 Reward = Callable | PreTrainedModel | str
+
+
+@contextmanager
+def seldom_collected() -> Iterator[None]:
+    """Let Python search for cyclic garbage less often: by default, it takes a tenth of a short step."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 class GRPOTrainer:
@@ -491,7 +503,7 @@ class GRPOTrainer:
         self.log.folder.check()
         started = time.perf_counter()
         self.timer.start()
-        with self.ranks.waiting(f"step {self.state.global_step + 1}"):
+        with seldom_collected(), self.ranks.waiting(f"step {self.state.global_step + 1}"):
             samples, collected = self.collect()
             samples, updated = self.update(samples)
             values = self.report(samples, updated | collected)

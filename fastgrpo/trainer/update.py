@@ -266,7 +266,7 @@ class Selection:
         if off_policy:
             for i, new in made.items():
                 new["counted"] = new.get("counted", torch.ones_like(values[i])) * self._near(samples[i], values[i])
-        return {i: dataclasses.replace(samples[i], **new) for i, new in made.items()}, entropy
+        return {i: samples[i].replace(**new) for i, new in made.items()}, entropy
 
     def _dealt(self, samples, indices):
         return [[indices[at] for at in share] for share in self.dealer.shares([samples[i] for i in indices])]
@@ -364,7 +364,7 @@ class GRPOUpdate:
         """
         samples = list(chain.from_iterable(groups))
         if not self.corrects_sampler:
-            samples = [dataclasses.replace(sample, sampler_logps=None) for sample in samples]
+            samples = [sample.replace(sampler_logps=None) for sample in samples]
         ends = list(accumulate(map(len, groups), initial=0))
         bounds = [ends[len(groups) * i // self.updates_per_rollout] for i in range(self.updates_per_rollout + 1)]
         minibatches = [range(start, end) for start, end in pairwise(bounds)]
@@ -372,7 +372,7 @@ class GRPOUpdate:
         for minibatch in minibatches:
             weighted = self.token_weights([samples[i] for i in minibatch], step_tokens)
             for i, weights in zip(minibatch, weighted, strict=True):
-                samples[i] = dataclasses.replace(samples[i], weights=weights)
+                samples[i] = samples[i].replace(weights=weights)
         kept = [[i for i in minibatch if self.teaches(samples[i])] for minibatch in minibatches]
         metrics = self._score(samples, kept)
         meter, norms = Meter(), []
@@ -416,7 +416,7 @@ class GRPOUpdate:
         """Compute the loss of judged samples as one on-policy batch, without an update."""
         tokens = sum(len(sample.drawn) for sample in samples if not sample.masked)
         weighted = zip(samples, self.token_weights(samples, tokens), strict=True)
-        samples = [dataclasses.replace(sample, weights=weights, sampler_logps=None) for sample, weights in weighted]
+        samples = [sample.replace(weights=weights, sampler_logps=None) for sample, weights in weighted]
         kept = [i for i, sample in enumerate(samples) if self.teaches(sample)]
         self._score(samples, [kept], held_out=True)
         others = [i for i, sample in enumerate(samples) if not (sample.masked or self.teaches(sample))]
@@ -473,14 +473,14 @@ class GRPOUpdate:
                 if not self.objective.full_kl:
                     self.dealer.meet("the passes")
                     for i, logps in zip(mine, self.reference.score(teaching, self.scoring, passes), strict=True):
-                        samples[i] = dataclasses.replace(samples[i], ref_logps=logps)
+                        samples[i] = samples[i].replace(ref_logps=logps)
         if any(kept[1:]):
             mine, passes = self._of_rank(samples, [list(chain.from_iterable(parts[1:])) for parts in by_rank])
             with self.learner.timer.stage("forward"), self.ranks.waiting("the log-probs of the old policy"):
                 self.dealer.meet("the passes")
                 scored = score(self.policy, [samples[i] for i in mine], self.scoring, passes)
             for i, logps in zip(mine, scored, strict=True):
-                samples[i] = dataclasses.replace(samples[i], old_logps=logps)
+                samples[i] = samples[i].replace(old_logps=logps)
         return metrics
 
     def _of_rank(self, samples, shares):
@@ -553,9 +553,9 @@ class GRPOUpdate:
         The log-probs of the first update become the old log-probs of later passes.
         """
         if sample.old_logps is None:
-            return dataclasses.replace(sample, old_logps=logps) if self.num_iterations > 1 else sample
+            return sample.replace(old_logps=logps) if self.num_iterations > 1 else sample
         ratios, clipped = self.ratios(sample, logps)
-        return dataclasses.replace(sample, ratios=ratios, clipped=clipped)
+        return sample.replace(ratios=ratios, clipped=clipped)
 
     def ratios(self, sample: Sample, logps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the ratio of each token [D], and whether it is clipped: beyond the bound on its advantage's side.
