@@ -111,6 +111,7 @@ class Sample:
         advantage: The advantage, or the mean of `token_advantages`.
         logps: fp32 log-probs of the drawn tokens, in nats, under the full softmax at the sampling temperature.
         sampler_logps: fp32 log-probs under the sampling distribution, after filters and penalties.
+        versions: int64, for each token, how many steps its weights had been trained; None: as many as now.
         finish_reason: A `StopReason`.
         prompt: The prompt as reward functions get it: a string, or a list of messages.
         columns: The other columns of the prompt's data row, which reward functions get by name.
@@ -138,6 +139,7 @@ class Sample:
     tool_mask: list[int] | None = None
     logps: torch.Tensor | None = None
     sampler_logps: torch.Tensor | None = None
+    versions: torch.Tensor | None = None
     finish_reason: str = StopReason.STOP
     dialogue: Dialogue | None = None
     prompt: str | list[dict] = ""

@@ -105,5 +105,5 @@ def test_training_goes_on_when_the_server_is_killed_within_a_step(server, model,
     how = {"max_steps": 3, "prompts_per_step": 2, "max_completion_length": 16, "learning_rate": 1e-5}
     how |= {"rollout_backend": "vllm", "vllm_server_base_url": server.url, "vllm_server_timeout": 1800}
     make_trainer(tmp_path, rising, model=model, **how).train()
-    steps = [row for row in lines(tmp_path / "run") if "rollout/kl" in row]
-    assert len(drawn) > 6 and len(steps) == 3 and all(row["rollout/logp_gap_max"] < 1e-3 for row in steps)
+    steps = [row for row in lines(tmp_path / "run") if "sampler/kl" in row]
+    assert len(drawn) > 6 and len(steps) == 3 and all(row["sampler/logp_gap_max"] < 1e-3 for row in steps)
