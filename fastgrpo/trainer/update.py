@@ -432,8 +432,8 @@ class GRPOUpdate:
         if gap > self.largest_gap:
             raise ValueError(
                 f"the sampler does not have the policy's weights: its log-probs differ by {gap:.3g} nats on average "
-                f"from the trainer's, and at most {self.largest_gap:g} is allowed. The policy was not updated. Try --dtype "
-                "float32 or --rollout_backend hf"
+                f"from the trainer's, and at most {self.largest_gap:g} is allowed. The policy was not updated. Try "
+                "--dtype float32 or --rollout_backend hf"
             )
 
     def held_out_loss(self, samples: Sequence[Sample]) -> float:
