@@ -242,7 +242,7 @@ class RolloutBackend(ABC):
         if not self.live_lanes:
             return {}
         mean = sum(self.live_lanes) / len(self.live_lanes)
-        return {"rollout/live_mean": mean, "rollout/live_share": mean / max(self.live_lanes)}
+        return {"rollout/live_mean": mean, "rollout/live_share": mean / max(1, *self.live_lanes)}
 
     def generate(
         self,

@@ -19,7 +19,11 @@ from fastgrpo.data.records import Prompt, Sample
 from fastgrpo.rewards.call import Judging
 from fastgrpo.rollout.backend import Drawing, RolloutBackend
 
-SAVED = ("ids", "logps", "sampler_logps", "finish_reason", "versions")  # the fields of a drawn sample without tools
+
+def _saved(sample):
+    """Return the fields of a drawn sample, in types that torch.load reads safely."""
+    kept = {name: getattr(sample, name) for name in ("ids", "logps", "sampler_logps", "versions")}
+    return kept | {"finish_reason": str(sample.finish_reason)}
 
 
 @dataclass
@@ -47,11 +51,7 @@ class Batch:
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs: the groups that have finished, and where the rows of the others are."""
         done = (self.restored | self.drawing.done).items()
-        finished = {
-            i: [{name: getattr(sample, name) for name in SAVED} for sample in samples]
-            for i, samples in done
-            if samples[0].dialogue is None
-        }
+        finished = {i: [_saved(sample) for sample in samples] for i, samples in done if samples[0].dialogue is None}
         return {"step": self.step, "place": self.place, "finished": finished}
 
 
