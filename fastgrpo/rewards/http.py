@@ -39,8 +39,8 @@ class _Again(Exception):
 class HttpScorer:
     """A reward function that queries a server. It is async, so several scorers wait concurrently.
 
-    Connection errors, timeouts and the codes 408, 429, 500, 502, 503 and 504 are retried, after a random wait below a
-    bound that doubles, or after `Retry-After`. Other codes are errors. The environment variable
+    Connection errors, timeouts and the codes 408, 429, 500, 502, 503 and 504 are retried with exponential backoff and
+    jitter, or after `Retry-After`. Other codes are errors. The environment variable
     `FASTGRPO_REWARD_API_KEY` is sent as a bearer token.
 
     Args:

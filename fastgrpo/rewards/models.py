@@ -205,7 +205,7 @@ class RewardModel(Judge):
     def __call__(self, prompts: Sequence, completions: Sequence, **columns: Any) -> list[float | None]:
         """Return the model's logit for each completion after its prompt, texts or lists of messages.
 
-        It is None if both exceed the positions of the model. Raises ValueError if prompts are messages and the
+        It is None if together they exceed the model's context. Raises ValueError if prompts are messages and the
         tokenizer has no chat template.
         """
         texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
@@ -327,7 +327,7 @@ class ProcessRewardModel(Judge):
     ) -> list[float | None]:
         """Return the reward of each completion, from 0 to 1.
 
-        It is None for a completion without steps, and for one that exceeds the positions of the model with its prompt.
+        It is None for a completion without steps, or one that with its prompt exceeds the model's context.
         `log_extra` gets the column NAME/steps. `log_steps` gets ends and rewards of the steps if the policy's tokenizer
         is known (`place`), as with process_rewards=token.
         """

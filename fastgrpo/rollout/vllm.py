@@ -64,7 +64,7 @@ class Server:
     Attributes:
         url: Its address.
         client: Its connections.
-        completions: Number of completions that it draws now.
+        completions: Number of completions that it is generating.
         version: Name of its weights; None if unknown.
         problem: Why it is left out, or None.
     """
