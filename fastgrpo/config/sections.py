@@ -546,4 +546,4 @@ class ParallelConfig:
     forward and the backward pass, which needs more memory and a fifth less communication. fsdp2_offload keeps and
     updates the shards in host memory, also in one process without torchrun."""
     ddp_timeout: Count = 1800
-    """Stop the run if a rank waits for others longer than N seconds; the error names the missing ranks."""
+    """Stop the run if a rank waits for other ranks longer than N seconds; the error names the missing ranks."""

@@ -5,8 +5,8 @@ in which Liger's results differ from the formulas. Liger itself is not imported.
 
 The class uses `linear_grpo_loss`, and the function `logits_grpo_loss`. The function returns the loss of each token,
 or their weighted sum. The forward pass keeps only vectors over tokens, and the backward pass reads the logits again.
-For the gradient dloss [B, T] of the token losses, the gradient of the logits is that of our loss with dloss as
-`token_weights`.
+For the gradient dloss [B, T] of the token losses, the gradient of the logits equals that of `logits_grpo_loss` with
+dloss as `token_weights`.
 
 Shapes: B sequences, T tokens each (padded), V vocabulary, D hidden. The function gets T + 1 rows of logits per
 sequence, as a model returns them. It ignores the last row: tokens get one more column, which is masked.
@@ -193,7 +193,7 @@ def triton_grpo_loss(
         vllm_is_ratio: [B, T], [B, 1] or [B] importance weights (old policy / sampler), or None.
         delta: Upper bound on the unclipped ratio, or None.
         use_bias_correction_kl: Multiply the KL by the ratio.
-        num_items_in_batch: Tokens of the whole step on all processes, or None for those of this call on all processes.
+        num_items_in_batch: Tokens of the whole step on all processes. None counts the tokens of this call on all.
         vespo_k_pos: k of VESPO's weight for tokens with advantage >= 0.
         vespo_lambda_pos: lambda of VESPO's weight for tokens with advantage >= 0.
         vespo_k_neg: k of VESPO's weight for tokens with a negative advantage.

@@ -91,7 +91,7 @@ class Objective:
         kl: KL of a token. The estimators, with d = ref_logp - logp: "k1" is -d, "k2" is d^2/2, "k3" is e^d - d - 1,
             "abs" is |d|. "full" is the KL of the full distributions, sum_v pi_v (log pi_v - log ref_v).
         max_completion_length: Constant length in tokens that dr_grpo divides by.
-        use_bias_correction_kl: Multiply the KL by the ratio, with gradient through both (arXiv 2512.02556).
+        use_bias_correction_kl: Multiply the KL by the ratio, with gradient through both factors (arXiv 2512.02556).
         entropy_coef: Coefficient of the entropy bonus: the mean entropy over the tokens of the step, subtracted from
             the loss.
         sapo_temperature_pos: Temperature tau of SAPO's gate for tokens with a positive advantage.

@@ -225,7 +225,7 @@ def _body(columns):
 
 
 def _wait(state: RetryCallState) -> float:
-    """Return the seconds before the next try: those of the server, or a random time below a doubling bound."""
+    """Return the seconds before the next try: `Retry-After`, or a random time below a doubling bound."""
     asked = state.outcome.exception().seconds
     bound = min(FIRST_WAIT * 2 ** (state.attempt_number - 1), LONGEST_WAIT)
     return _JITTER.uniform(0, bound) if asked is None else min(asked, LONGEST_WAIT)

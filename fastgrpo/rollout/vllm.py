@@ -1,8 +1,8 @@
 """Rollouts on vLLM servers: token ids in, token ids and log-probs out.
 
 A group is one request for n completions; with tools, each later turn of a completion is a request. A request goes to
-the server with the fewest completions. A server that fails is left out, and its requests are sent to the others. It is
-tried again before the next rollout, or when no other is left.
+the server with the fewest completions. A server that fails is left out, and its requests are sent to other servers. It
+is retried before the next rollout, or when no other server is left.
 
 Before a rollout, if the policy has changed, rank 0 writes its weights to a new folder, which every server loads. A
 `Probe` then compares the log-probs of each server with the policy's. Each rank sends its own requests. The servers run
@@ -347,7 +347,7 @@ class VLLMBackend(RolloutBackend):
 
     @torch.no_grad()
     def sync(self, ranks: Ranks = ALONE) -> None:
-        """Let the servers load the policy's weights, if they have others, and compare log-probs. Rank 0 does it."""
+        """On rank 0, let servers with other weights load the policy's weights, and compare log-probs."""
         changed = self.probe.update()
 
         def published():
