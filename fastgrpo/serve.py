@@ -29,7 +29,7 @@ class ServingConfig:
     """Answer only requests with this key, sent as `Authorization: Bearer KEY`. None reads the environment variable
     FASTGRPO_API_KEY; if it is not set, all requests are answered."""
     served_model_name: str | None = None
-    """Use this name for the model in requests and replies. None uses the argument `model`."""
+    """Use this name for the model in requests and replies. None uses MODEL."""
     max_num_seqs: Count = 64
     """Generate at most N completions at the same time."""
     max_model_len: Count | None = None

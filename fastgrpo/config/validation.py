@@ -156,9 +156,7 @@ def _adapters_are_their_own_reference(use_peft, ref_storage, sync_ref_model):
 
 def _offloaded_layers_are_recomputed(activation_offloading, gradient_checkpointing):
     if activation_offloading and gradient_checkpointing is False:
-        raise ValueError(
-            "activation_offloading needs recomputed layers; leave gradient_checkpointing at auto"
-        )
+        raise ValueError("activation_offloading needs recomputed layers; leave gradient_checkpointing at auto")
 
 
 def _a_quantized_reference_rests(ref_storage, sync_ref_model):
