@@ -1,4 +1,4 @@
-"""Predicts which runs of Qwen2.5 and Llama 3.1 fit which GPUs, and how many completions they draw at the same time.
+"""Predicts which runs of Qwen2.5 and Llama 3.1 fit which GPUs, and how many completions they generate at the same time.
 
     python -m benchmarks.plans
 

@@ -172,7 +172,7 @@ def _given(row):
     prompt, columns = checked_row(_without(row))
     given = row.get("completion")
     if given is None or given == []:
-        raise ValueError("the row has no completion in the column 'completion'; add one, or pass --model DIR to draw")
+        raise ValueError("the row has no completion in the column 'completion'; add one, or pass --model DIR")
     several = isinstance(given, list) and not isinstance(given[0], dict)
     group = []
     for content in given if several else [given]:

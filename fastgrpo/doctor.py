@@ -225,7 +225,7 @@ def doctor(argv: list[str]) -> int:
     if any(argument.startswith("--model_name_or_path") for argument in argv):
         print("\n" + memory(argv, room if ranks.size > 1 else None, ranks.size))
     elif argv:
-        raise ValueError("flags of training plan the memory of a run, which also needs --model PATH; add it")
+        raise ValueError("training flags need --model PATH, to plan the memory of a run; add it")
     if not checks:
         return 0
     from fastgrpo.kernel_checks import runner

@@ -1,6 +1,6 @@
 """The ranks of a run: one process per GPU, started by torchrun or `accelerate launch`.
 
-All ranks take the same steps: they read the same rows, and get the completions of all ranks. Only drawing, judging,
+All ranks take the same steps: they read the same rows, and get the completions of all ranks. Only rollouts, rewards,
 forward and backward passes are split.
 
 A rank that fails writes its error to a key of the shared store, to stderr and to torchrun's error file, in this order,

@@ -1,7 +1,7 @@
 """python -m fastgrpo.serve MODEL: serve a model over HTTP, with the routes of OpenAI's API and of vLLM.
 
-Requests share the engine of the rollouts: they start as they arrive, and draw together. docs/serving.md lists the
-routes. Ctrl-C ends the server.
+Requests use the rollout engine: they start on arrival and are decoded together. docs/serving.md lists the routes.
+Ctrl-C ends the server.
 """
 
 import os
@@ -22,22 +22,22 @@ class ServingConfig:
     """The server. Settings have vLLM's names where it has them."""
 
     host: str = "127.0.0.1"
-    """Listen at this address. Machines of the network reach 0.0.0.0; set api_key then."""
+    """Listen at this address. 0.0.0.0 is reachable from the network; set api_key then."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Listen at this port; 0 takes a free one."""
     api_key: str | None = None
     """Answer only requests with this key, sent as `Authorization: Bearer KEY`. None reads the environment variable
-    FASTGRPO_API_KEY, and without it answers all requests."""
+    FASTGRPO_API_KEY; if it is not set, all requests are answered."""
     served_model_name: str | None = None
-    """Use this name of the model in requests and replies. None uses the name with which it is loaded."""
+    """Use this name for the model in requests and replies. None uses MODEL."""
     max_num_seqs: Count = 64
     """Generate at most N completions at the same time."""
     max_model_len: Count | None = None
     """Allow at most N tokens in a prompt with its completion. None allows as many as the model."""
     max_requests: Count = 1024
-    """Refuse requests with status 429 while N are unfinished."""
+    """Refuse further requests with status 429 while N requests are unfinished."""
     max_body_bytes: Count = 2**22
-    """Refuse requests with a longer body."""
+    """Refuse requests whose body has more than N bytes."""
     request_timeout: Positive = 600.0
     """Abort a request after N seconds."""
 

@@ -215,7 +215,9 @@ def group_decode(
     (lanes, heads, depth), key_heads = query.shape, keys.shape[1]
     prompts = len(prompt_keys)
     if lengths.shape != (lanes,) or len(keys) < lanes:
-        raise ValueError(f"lengths must be [{lanes}], and keys have as many slots, got {lengths.shape}, {len(keys)}")
+        raise ValueError(
+            f"lengths must be [{lanes}] and keys have {lanes} or more slots, got {tuple(lengths.shape)} and {len(keys)}"
+        )
     if members.ndim != 2 or members.dtype != torch.int32 or len(members) != prompts or not members.is_contiguous():
         raise ValueError(f"members must be int32 [{prompts}, G], got {members.dtype} {tuple(members.shape)}")
     if prompt_lengths.shape != (prompts,) or prompt_keys.shape[1] != key_heads:

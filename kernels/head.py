@@ -995,7 +995,7 @@ def linear_logprob(
         group: Name of the process group of a sharded weight, or None.
         sum_hidden_grad: Whether to sum the gradient of hidden over the group. If not, each rank gets the part of its
             shard.
-        chunk_rows: Maximum rows of exponentials in memory.
+        chunk_rows: Maximum rows per chunk of exponentials.
 
     Returns:
         logps [N] fp32, and the entropy [N] fp32 in nats, or None.
@@ -1144,7 +1144,7 @@ def linear_grpo_loss(
         return_entropy: Whether to return the entropy.
         softcap: Cap of the logits, or None.
         group: Name of the process group of a sharded weight, with targets from `Vocabulary.located`, or None.
-        chunk_rows: Maximum tokens of exponentials in memory.
+        chunk_rows: Maximum rows per chunk of exponentials.
 
     Returns:
         The loss, a scalar; and log-probs and metrics by name, [M] each, with the entropy on request.

@@ -460,9 +460,9 @@ def _memory(device: torch.device) -> int:
 
 
 def chunk_rows(vocab_size: int, device: torch.device | None = None) -> int:
-    """Return the number of rows of a chunk of a head on a device.
+    """Return how many rows a chunk of the head has on a device.
 
-    Without a device, as on a CPU, its fp32 logits fill CHUNK_BYTES, with at least MIN_CHUNK_ROWS.
+    Without a device, as on a CPU, the fp32 logits of a chunk fill CHUNK_BYTES, with at least MIN_CHUNK_ROWS.
     """
     if device is None or device.type not in GPUS:
         return max(MIN_CHUNK_ROWS, CHUNK_BYTES // (4 * vocab_size))

@@ -44,7 +44,7 @@ def keywords(name: str, value: Any) -> dict[str, Any]:
     try:
         value = json.loads(value if isinstance(value, str) else json.dumps(value))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} must be a dictionary of what JSON can hold, or its text: {error}") from None
+        raise ValueError(f"{name} must be a dictionary of JSON values, or its JSON text: {error}") from None
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{name} must be a dictionary or its JSON text, got {value!r}")
     return value or {}

@@ -70,8 +70,8 @@ class PromptConfig:
     (generated problems); or dataset (your rows with a `prompt` column, and rewards from reward_funcs)."""
     reasoning_gym_tasks: Annotated[str, BeforeValidator(_text)] | None = None
     """Draw problems from these tasks of reasoning-gym, such as chain_sum:2,leg_counting, where 2 is a weight (default
-    1). To pass arguments, use a dictionary or its JSON text: {"chain_sum": {"weight": 2, "max_terms": 3}}. The key
-    solved sets how many solved problems precede each prompt of a task."""
+    1). To pass arguments, use a dictionary or its JSON text: {"chain_sum": {"weight": 2, "max_terms": 3}}. `solved` is
+    the number of solved problems before each prompt of a task."""
     system_prompt: str | None = None
     """Replace the task's system prompt by this text. None keeps it."""
     chat_template_kwargs: Keywords | None = None
@@ -91,12 +91,12 @@ class ToolsConfig:
     tools: Several[str] = ()
     """Let the model call these functions, module:function. Empty uses the task's tools, if any."""
     environment: str | None = None
-    """Give each completion an instance of this class, module:Class, or of one in a dict, module:DICT:NAME. Its public
+    """Give each completion an instance of a class: module:Class, or module:DICT:NAME for one in a dict. Its public
     methods are tools. None uses the task's environment, if any."""
     max_tool_calling_iterations: Size | None = None
     """Run the tool calls of at most N turns of a completion. None sets no limit."""
     tool_timeout: Positive | None = 60.0
-    """End a completion if a tool does not answer within N seconds. None sets no limit."""
+    """End a completion if a tool does not return within N seconds. None sets no limit."""
 
 
 @settings_class
@@ -246,8 +246,8 @@ class ModelConfig:
     """Recompute the layers in the backward pass, which saves memory and takes about a third more time. auto is True on
     a CPU. On a GPU, auto recomputes the fewest layers with which the activations fit into memory."""
     activation_offloading: bool = False
-    """Keep the inputs of recomputed layers in pinned host memory until the backward pass. This saves GPU memory, and
-    copies them over PCIe. All layers are then recomputed."""
+    """Keep the inputs of recomputed layers in pinned host memory until the backward pass. This saves GPU memory, at
+    the cost of copies over PCIe. All layers are then recomputed."""
     use_peft: bool = False
     """Train LoRA adapters without dropout, and freeze the model. In GRPO, the reference then needs no memory."""
     lora_r: Count = 16
@@ -328,8 +328,8 @@ class OptimizerConfig:
     num_train_epochs: Annotated[float, Field(gt=0, le=10**6)] = 3.0
     """Train for N epochs of the prompts; N may be a fraction."""
     optim: Literal["adamw_torch", "adamw_8bit"] = "adamw_torch"
-    """Keep AdamW's moments in 32 bits (adamw_torch), or in 8 with bitsandbytes (adamw_8bit), not with fsdp2. This saves
-    6 bytes per trained parameter."""
+    """Store AdamW's moments in 32 bits (adamw_torch) or 8 bits (adamw_8bit: needs bitsandbytes, no fsdp2, saves 6 bytes
+    per trained parameter)."""
     learning_rate: Positive = 1e-06
     """Use this learning rate in AdamW after the warmup."""
     lr_scheduler_type: str = "linear"
@@ -552,4 +552,4 @@ class ParallelConfig:
     forward and the backward pass, which needs more memory and a fifth less communication. fsdp2_offload keeps and
     updates the shards in host memory, also in one process without torchrun."""
     ddp_timeout: Count = 1800
-    """Stop the run if a rank waits for others longer than N seconds; the error names the missing ranks."""
+    """Stop the run if a rank waits for other ranks longer than N seconds; the error names the missing ranks."""

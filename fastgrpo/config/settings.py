@@ -153,7 +153,7 @@ class GRPOConfig(
 
     @property
     def keeps_first_weights(self) -> bool:
-        """Whether a resumed run needs the initial weights, as reference or below adapters."""
+        """Whether a resumed run needs the initial weights: as reference or adapter base."""
         return self.use_peft or (self.beta > 0 and not self.sync_ref_model)
 
     @property
@@ -229,7 +229,7 @@ class SFTConfig(
 
 @settings_class
 class SelectionConfig:
-    """Completions that are drawn, and those that are kept."""
+    """The completions to generate, and which of them to keep."""
 
     num_generations: Count = 8
     """Generate N completions per prompt."""

@@ -197,7 +197,7 @@ TRANSLATED = [
      "default of eval_on_start is False."),
     ("bf16 fp16 model_init_kwargs", precision,
      "bf16=True sets dtype=bfloat16; the optimizer keeps float32 master weights. Without bf16=True, model_init_kwargs "
-     "can set dtype. Without both, bf16=False sets dtype=float32. model_init_kwargs can also set trust_remote_code. "
+     "can set dtype. If it does not, bf16=False sets dtype=float32. model_init_kwargs can also set trust_remote_code. "
      "Its keys attn_implementation, use_cache, low_cpu_mem_usage and device_map=None have no effect. Other keys, and "
      "fp16=True, raise an error."),
     ("generation_kwargs", generation,
@@ -208,7 +208,7 @@ TRANSLATED = [
      "vllm_importance_sampling_cap", served,
      "use_vllm=True with vllm_mode=server sets rollout_backend=vllm, vllm_server_base_url, and the settings "
      "importance_sampling_mode, importance_sampling_clip_max and importance_sampling_clip_min, with TRL's defaults. "
-     "Start the servers as in docs/serving.md, not by `trl vllm-serve`. With vllm_mode=colocate, and without use_vllm, "
+     "Start the servers as in docs/serving.md, not by `trl vllm-serve`. With vllm_mode=colocate, or without use_vllm, "
      "these arguments have no effect: the engine generates completions in this process."),
     ("use_cpu", lambda stated: {"device": "cpu"} if stated["use_cpu"] else {}, "True sets device=cpu."),
     ("warmup_ratio", lambda stated: {} if stated.get("warmup_steps") else {"warmup_steps": stated["warmup_ratio"]},

@@ -165,9 +165,7 @@ def _adapters_are_their_own_reference(use_peft, ref_storage, sync_ref_model):
 
 def _offloaded_layers_are_recomputed(activation_offloading, gradient_checkpointing):
     if activation_offloading and gradient_checkpointing is False:
-        raise ValueError(
-            "activation_offloading keeps only the inputs of recomputed layers; leave gradient_checkpointing at auto"
-        )
+        raise ValueError("activation_offloading needs recomputed layers; leave gradient_checkpointing at auto")
 
 
 def _a_quantized_reference_rests(ref_storage, sync_ref_model):
@@ -241,8 +239,9 @@ def _there_are_steps(max_steps):
 def _every_update_has_a_group(updates_per_rollout, prompts_per_step):
     if updates_per_rollout > prompts_per_step:
         raise ValueError(
-            f"updates_per_rollout={updates_per_rollout} needs as many groups, but prompts_per_step={prompts_per_step} "
-            "gives fewer; raise prompts_per_step (or gradient_accumulation_steps, if TRL's batch arguments are given)"
+            f"updates_per_rollout={updates_per_rollout} needs {updates_per_rollout} groups, but "
+            f"prompts_per_step={prompts_per_step} gives fewer; raise prompts_per_step (or gradient_accumulation_steps, "
+            "if TRL's batch arguments are given)"
         )
 
 
@@ -277,7 +276,7 @@ def _one_source_of_rows(train_file, dataset_train_split):
 
 def _none_stands_alone(report_to):
     if "none" in report_to and len(report_to) > 1:
-        raise ValueError(f"report_to={' '.join(report_to)} names none and a tracker; leave out none, or the tracker")
+        raise ValueError(f"report_to={' '.join(report_to)} combines none with a tracker; leave out one of them")
 
 
 RULES = (

@@ -1,4 +1,4 @@
-"""Rows, prompts and completions: the records that cross stages, and the sources that rows are drawn from."""
+"""Rows, prompts and completions: the records passed between stages, and the sources of rows."""
 
 from fastgrpo.data.records import Prompt, Sample, TrainerState
 from fastgrpo.data.rows import Rows, load_rows

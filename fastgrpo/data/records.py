@@ -4,8 +4,8 @@ A stage adds its results to a sample with `Sample.replace`; records are never ch
 samples of a micro-batch into one sequence of tokens without padding.
 
 A completion with tools has several turns: the model draws tokens up to a stop token, the answers of its tools are
-appended, and it draws on. `Sample.tool_mask` tells them apart. Answers are inputs only: they have no log-prob, no
-advantage and no weight.
+appended, and the next turn begins. `Sample.tool_mask` marks the drawn tokens. Answers are inputs only: they have no
+log-prob, no advantage and no weight.
 
 Shapes: T tokens of a completion, D of them drawn, S samples of a batch, N its packed tokens (of prompts and
 completions), M its drawn tokens.
@@ -36,7 +36,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A tokenized prompt, the input of the rollout: of all completions of a row, or of one with tools.
+    """A tokenized prompt for the rollout: one for all completions of a row or, with tools, one for each.
 
     Attributes:
         ids: Token ids.
@@ -128,7 +128,7 @@ class Sample:
         ref_logps: fp32 log-probs under the reference, or None without a reference.
         counted: 1 for tokens whose surrogate is in the loss, 0 for the others; None if all are in the loss.
         entropy_weights: fp32 weight e_n of each token in the entropy bonus; None for the objective's own weight.
-        ratios: fp32 ratio of each token in the last update: its probability over its probability when drawn. None
+        ratios: fp32 ratio of each token in the last update: its probability divided by the one at its draw. None
             without ratios, as in a rollout's first update.
         clipped: bool, the tokens whose ratio the last update clipped; None without ratios.
     """

@@ -159,7 +159,7 @@ def check_environment(
     A call that fails is a note, because a tool may refuse made-up arguments.
 
     Args:
-        factory: Makes an environment; a dict of such; or None.
+        factory: Makes an environment; or a dict of factories; or None.
         tools: Functions that the model may call.
         row: A row of the data set, for `reset`.
         timeout: Time limit of a reset and of each call in seconds.

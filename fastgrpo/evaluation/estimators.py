@@ -9,8 +9,8 @@ maj@k is the probability that a majority vote among k completions is right. Its 
 whose most frequent answer is right. Ties share the win evenly, and a completion without an answer has no vote. Both
 estimates are exact means over the subsets, so they are unbiased for every k <= n.
 
-Intervals are over problems, as a sample from a population. Wilson's interval is for means of 0 and 1, because the
-bootstrap has no width if all problems agree. Other means use the percentile bootstrap, with 2,000 resamples from a
+Intervals treat the problems as a sample from a population. Wilson's interval is for means of zeros and ones, because
+the bootstrap has no width if all problems agree. Other means use the percentile bootstrap, with 2,000 resamples from a
 fixed seed.
 """
 

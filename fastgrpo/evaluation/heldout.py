@@ -1,9 +1,8 @@
 """Evaluation on held-out prompts, with the rollout and rewards of training.
 
-One greedy completion per prompt gives the accuracy, and K sampled ones give pass@k and maj@k. With only one prompt,
-its sampled completions give the accuracy. The format rate is the
-share of completions with the full mark of a reward function named ...format_reward: its attribute `full_mark`, or 1.0.
-Every mean has a 95% interval, see estimators.py.
+One greedy completion per prompt gives the accuracy, and K sampled completions give pass@k and maj@k. With only one
+prompt, its sampled completions give the accuracy. The format rate is the share of completions that get the full mark of
+the function named ...format_reward (its `full_mark`, or 1.0). Every mean has a 95% interval, see estimators.py.
 """
 
 import dataclasses
@@ -305,7 +304,7 @@ def beside(models: Sequence[str], results: Sequence[Evaluation], count: int) -> 
     Args:
         models: The name of each model.
         results: The results of each model on the same prompts.
-        count: Number of completions per model. The first draw of each prompt comes first, and greedy ones last.
+        count: Number of completions per model. The first sample of each prompt comes first; greedy ones come last.
 
     Returns:
         The cells by line, titles first: a line per prompt and draw, a column per model.

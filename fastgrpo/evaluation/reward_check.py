@@ -163,7 +163,7 @@ def check_reward(
             )
         if found.milliseconds > SLOW:
             found.warnings.append(
-                f"A completion takes it {found.milliseconds:.1f} ms; --reward_workers 4 judges in four processes."
+                f"It takes {found.milliseconds:.1f} ms per completion; --reward_workers 4 judges in four processes."
             )
     return found
 
@@ -250,7 +250,7 @@ def _tell_values(found, rewards, groups, completions):
     elif max(map(len, groups)) == 1:
         found.warnings.append(
             "Each prompt has one completion, so nothing shows whether it differs within a group; give the rows several "
-            "completions, or draw them by --model."
+            "completions, or generate them with --model DIR."
         )
     elif found.spread == 0:
         found.warnings.append(

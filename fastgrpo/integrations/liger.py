@@ -3,10 +3,10 @@
 A trainer for Liger only changes its imports. Signatures and results are Liger's; docs/integrations.md lists the cases
 in which Liger's results differ from the formulas. Liger itself is not imported.
 
-`linear_grpo_loss` computes the class, and `logits_grpo_loss` the function. The function returns the loss of each token,
+The class uses `linear_grpo_loss`, and the function `logits_grpo_loss`. The function returns the loss of each token,
 or their weighted sum. The forward pass keeps only vectors over tokens, and the backward pass reads the logits again.
-For the gradient dloss [B, T] of the token losses, the gradient of the logits is that of our loss with dloss as
-`token_weights`.
+For the gradient dloss [B, T] of the token losses, the gradient of the logits equals that of `logits_grpo_loss` with
+dloss as `token_weights`.
 
 Shapes: B sequences, T tokens each (padded), V vocabulary, D hidden. The function gets T + 1 rows of logits per
 sequence, as a model returns them. It ignores the last row: tokens get one more column, which is masked.
@@ -44,7 +44,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         epsilon_high: The ratio is clipped to at most 1 + epsilon_high; for cispo the cap on the ratio itself.
         loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo" or "vespo".
         max_completion_length: The constant length that dr_grpo divides by, in tokens.
-        importance_sampling_level: "token" or "sequence". Cispo and sapo take the ratio of a sequence here too.
+        importance_sampling_level: "token" or "sequence", also for cispo and sapo.
         sapo_temperature_pos: Temperature of SAPO's gate for tokens with a positive advantage.
         sapo_temperature_neg: Temperature of SAPO's gate for all other tokens.
         temperature: Temperature of the softmax.
@@ -117,7 +117,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             ref_input: [B, T, D] hidden states of the reference, used without ref_per_token_logps.
             ref_weight: [V, D], the reference's head.
             ref_bias: [V] or None.
-            vllm_is_ratio: [B, T], [B, 1] or [B]: weight of the surrogate against the sampler, or None.
+            vllm_is_ratio: [B, T], [B, 1] or [B] importance weights (old policy / sampler), or None.
             num_items_in_batch: Tokens of the whole step on all processes, or None.
 
         Returns:
@@ -186,14 +186,14 @@ def triton_grpo_loss(
         inplace: Overwrite the logits with their gradient, which saves a tensor of their size.
         loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo" or "vespo".
         max_completion_length: The constant length that dr_grpo divides by; None is T.
-        importance_sampling_level: "token" or "sequence". Cispo and sapo take the ratio of a sequence here too.
+        importance_sampling_level: "token" or "sequence", also for cispo and sapo.
         reduce: Sum the token losses with the weights of the loss type.
         sapo_temperature_pos: Temperature of SAPO's gate for tokens with a positive advantage.
         sapo_temperature_neg: Temperature of SAPO's gate for all other tokens.
-        vllm_is_ratio: [B, T], [B, 1] or [B]: weight of the surrogate against the sampler, or None.
+        vllm_is_ratio: [B, T], [B, 1] or [B] importance weights (old policy / sampler), or None.
         delta: Upper bound on the unclipped ratio, or None.
         use_bias_correction_kl: Multiply the KL by the ratio.
-        num_items_in_batch: Tokens of the whole step on all processes, or None for those of this call on all processes.
+        num_items_in_batch: Tokens of the whole step on all processes. None counts the tokens of this call on all.
         vespo_k_pos: k of VESPO's weight for tokens with advantage >= 0.
         vespo_lambda_pos: lambda of VESPO's weight for tokens with advantage >= 0.
         vespo_k_neg: k of VESPO's weight for tokens with a negative advantage.

@@ -8,9 +8,9 @@ model's forward computes them: without a gradient by `linear_logprob`, and in a 
 the gradient of the whole loss. TRL's `_compute_loss` then runs on values without a gradient. It computes the metrics,
 updates the entropy coefficient, and adds the loss of mixtures of experts.
 
-Factors of the surrogate in TRL (masks, importance weights) multiply the advantage here: every surrogate is proportional
-to an advantage of the same sign. Only vespo uses the importance weight inside. Divisors of the sums are in the token
-weights.
+Factors of the surrogate in TRL (masks, importance weights) multiply the advantage here: every surrogate is linear in
+the advantage on each side of 0. Only vespo uses the importance weight in its W. The token weights contain the divisors
+of the sums.
 
 Shapes: B completions, L their length with prompts, less 1, T their padded length; V vocabulary, D hidden.
 """
@@ -183,7 +183,7 @@ class Scores(NamedTuple):
 
     Attributes:
         logps: [B, T] or [B, L] log-probs, 0 where the label is -100.
-        entropies: The same of the entropies in nats, or None.
+        entropies: Entropies in nats, in the shape of logps, or None.
     """
 
     logps: torch.Tensor
@@ -200,7 +200,7 @@ class HeadInputs:
         weight: [V, D].
         bias: [V] or None.
         temperature: Temperature of the logits, including the model's own scale.
-        softcap: The cap of the logits under that scale, or None.
+        softcap: The cap of the logits divided by the model's own scale, or None.
     """
 
     hidden: torch.Tensor

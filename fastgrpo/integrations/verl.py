@@ -29,7 +29,7 @@ def linear_cross_entropy(
         weight: [V, D], the head. With `dist_process_group` the rows of this rank.
         labels: N integers in [0, V) of the whole vocabulary, in any shape.
         temperature: Temperature of the logits. None is 1.
-        reduction: "none", "sum" or "mean" of the log-probs, in any case; the entropies are never reduced. None is
+        reduction: "none", "sum" or "mean" of the log-probs (case-insensitive); the entropies are never reduced. None is
             "none".
         dist_process_group: The group of torch.distributed over whose ranks the rows of the weight are sharded, in rank
             order, or None. Labels, hidden and results are the same on every rank. As in verl, the gradient of hidden is

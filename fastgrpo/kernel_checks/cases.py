@@ -1,8 +1,8 @@
 """The trials of `python -m fastgrpo.doctor --check`: random inputs, values of a kernel, and their comparison.
 
-The truth is kernels/reference.py in fp64, differentiated by autograd. Plain is PyTorch in the inputs' dtype with fp32
+The truth is kernels/reference.py in fp64, differentiated by autograd. "Plain" is PyTorch in the inputs' dtype with fp32
 logits and fp32 accumulation; dz is rounded to the inputs' dtype for its two products. The error of a kernel may be
-`FACTORS` times that of plain, plus `SLACK`. Losses are called like by users, with the backend of the mode.
+`FACTORS` times the error of plain, plus `SLACK`. Losses are called as users call them, with the backend of the mode.
 """
 
 from collections.abc import Callable

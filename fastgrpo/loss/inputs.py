@@ -222,7 +222,7 @@ def _check_whole(rows, mask, cu_seqlens):
         touched = torch.segment_reduce(chosen.float(), "max", lengths=lengths, initial=0, unsafe=True) > 0
         return chosen == (mask & touched.repeat_interleave(lengths, output_size=len(mask)))
 
-    rule = "select the tokens in rows, and no others, within each sequence that rows touch"
+    rule = "match rows exactly within each sequence that rows touch"
     check_values(mask, "mask", rule, legal)
 
 

@@ -56,8 +56,8 @@ Tensor = torch.Tensor
 class GRPOLossOutput:
     """Result of a loss.
 
-    Rows without gradient (mask 0, weight 0, and at beta = 0 advantage 0, unless there is an entropy bonus) are
-    inactive. Metrics cover active rows only.
+    Rows with mask 0 are inactive, and without an entropy bonus also rows with weight 0 or, at beta = 0, advantage 0. An
+    objective that couples tokens keeps or drops whole sequences. Metrics cover active rows only.
 
     The metrics are scalars: `policy_loss` (without KL and bonus), `kl`, `ratio/mean`, `ratio/max`,
     `clip_ratio/low_mean`, `clip_ratio/high_mean`, and `active_tokens`, the number of active rows. `entropy` is present
@@ -131,10 +131,10 @@ def linear_grpo_loss(
         objective: The objective, instead of `knobs`.
         entropy_weights: [B, T] or [N], the e_n of the entropy bonus, instead of 1 / tokens of the step. The mask still
             applies. None if entropy_coef is 0.
-        backward_tolerance: tau in [0, 1); 0 gives the exact gradient. The backward may drop columns of the vocabulary,
-            never a target's, that hold at most tau (1 - p_target) of the probability of every row. The gradient of a
-            row by its logits, of 1-norm |dz_n|_1 = 2 |g_n| (1 - p_target) / temperature, then has an error of at most
-            tau / 2 of that norm. The error of dH_n is at most tau |g_n| (1 - p_target) / temperature times the largest
+        backward_tolerance: tau in [0, 1); 0 gives the exact gradient. The backward may drop columns without a target
+            whose probabilities add up to at most tau (1 - p_target) in every row. The 1-norm of a row's gradient by its
+            logits is |dz_n|_1 = 2 |g_n| (1 - p_target) / temperature; the error is then at most tau / 2 of this norm.
+            The error of dH_n is at most tau |g_n| (1 - p_target) / temperature times the largest
             norm of a row of the weight (kernels/head_torch.py). Loss, log-probs and metrics stay exact. The metrics
             `head/kept_columns` and `head/dropped_mass` (at most tau) report the effect. On a GPU this costs one sync
             per chunk.
@@ -199,7 +199,7 @@ def logits_grpo_loss(
     Args:
         logits: [B, T, V] or packed [N, V] floating point, differentiable, before the temperature. Inactive rows are
             never read; their gradient is 0.
-        targets: As in `linear_grpo_loss`, like every argument that is not described here.
+        targets: As in `linear_grpo_loss`, which also explains the short entries below.
         advantages: [B] or [B, T]; packed [S] or [N].
         mask: [B, T] or [N], or None.
         cu_seqlens: [S+1], or None.
@@ -212,8 +212,8 @@ def logits_grpo_loss(
         temperature: A float, or per token.
         return_entropy: Whether to return `entropies` and the metric `entropy`.
         inplace: Whether to overwrite the logits with their gradient, which saves a second [N, V] tensor. The backward
-            does this, or already the forward, in one read and one write (triton, objectives per token). Nothing else
-            may then read the logits, and a second backward raises. Logits that cannot be flattened as a view are
+            does this, or (triton, objectives per token) the forward, in one read and one write. Nothing else may then
+            read the logits, and a second backward raises. Logits that cannot be flattened as a view are
             copied first, and the copy is overwritten.
         compact: None or "sync".
         backend: "auto", "chunked" or "triton".
@@ -263,7 +263,7 @@ def grpo_loss(
 
     Args:
         logps: [B, T] or packed [N] log-probs of the tokens under the policy, differentiable.
-        old_logps: As in `linear_grpo_loss`, like every argument that is not described here.
+        old_logps: As in `linear_grpo_loss`, which also explains the short entries below.
         advantages: [B] or [B, T]; packed [S] or [N].
         mask: [B, T] or [N], or None.
         cu_seqlens: [S+1], or None.

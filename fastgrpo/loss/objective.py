@@ -91,7 +91,7 @@ class Objective:
         kl: KL of a token. The estimators, with d = ref_logp - logp: "k1" is -d, "k2" is d^2/2, "k3" is e^d - d - 1,
             "abs" is |d|. "full" is the KL of the full distributions, sum_v pi_v (log pi_v - log ref_v).
         max_completion_length: Constant length in tokens that dr_grpo divides by.
-        use_bias_correction_kl: Multiply the KL by the ratio, with gradient through both (arXiv 2512.02556).
+        use_bias_correction_kl: Multiply the KL by the ratio, with gradient through both factors (arXiv 2512.02556).
         entropy_coef: Coefficient of the entropy bonus: the mean entropy over the tokens of the step, subtracted from
             the loss.
         sapo_temperature_pos: Temperature tau of SAPO's gate for tokens with a positive advantage.
@@ -173,7 +173,7 @@ class Objective:
         """Raise a ValueError if the surrogate does not support this importance_sampling_mode."""
         if self.surrogate == "vespo" and self.importance_sampling_mode.startswith("sequence"):
             raise ValueError(
-                "vespo multiplies importance weights into its own sequence weight token by token: with sampler_logps, "
+                "vespo multiplies its sequence weight by each token's importance weight: with sampler_logps, "
                 "importance_sampling_mode must be 'token_truncate' or 'token_mask', got "
                 f"{self.importance_sampling_mode!r}"
             )
@@ -209,7 +209,7 @@ class Objective:
         return 0.0 if low is None else low, math.inf if high is None else high
 
     def couples_tokens(self, with_sampler: bool = False) -> bool:
-        """Return whether the loss of a token depends on the other tokens of its sequence. Such sequences stay whole.
+        """Return whether the loss of a token depends on the other tokens of its sequence. Never split such sequences.
 
         True for sequence-level ratios, for vespo, and, `with_sampler`, for sequence-level importance weights.
         """

@@ -303,7 +303,7 @@ def _completion(row, plan):
 
 
 def _calls(row, turns, cut):
-    """The calls of tools, and the ends of the turns in the text: of drawn ones and of what followed, in turn."""
+    """The calls of tools, and the ends of drawn and appended turns in the text, which alternate."""
     calls = row.get("calls")
     if not isinstance(turns, list) or not isinstance(calls, list):
         return {}

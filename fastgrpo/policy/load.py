@@ -100,8 +100,8 @@ def read_config(path: str | Path, trust_remote_code: bool = False, local_files_o
         base = read_json(path, "adapter_config.json", local_files_only).get("base_model_name_or_path")
         if base is not None and find_gguf(base) is not None:
             raise ValueError(
-                f"the adapters of {path} belong to the GGUF file {base}, but transformers loads them only with "
-                "ordinary folders; use the folder `merged` of their run"
+                f"the adapters of {path} belong to the GGUF file {base}, but transformers loads adapters only onto "
+                "model folders; use the folder `merged` of their run"
             )
         path = base or path  # a folder with adapters only uses the config of their base
     source, gguf = source_of(path)

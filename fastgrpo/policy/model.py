@@ -1,7 +1,7 @@
 """The policy: token ids -> hidden states, and the head for the loss.
 
 The engine uses a model only through `Policy`, which wraps a transformers module. Adapters, quantization and sharding
-are variants of it. `Policy.logits` is for the few states from which tokens are drawn; the loss never computes the
+are variants of it. `Policy.logits` is for the few states from which tokens are sampled; the loss never computes the
 logits of a whole batch.
 """
 

@@ -229,7 +229,7 @@ class ShardedPolicy(Policy):
     @property
     def for_rollouts(self) -> Policy:
         """The unsharded copy, which has the weights within the context of its `gather`."""
-        assert self.whole is not None, "a frozen reference draws nothing"
+        assert self.whole is not None, "a frozen reference generates nothing"
         return self.whole
 
     def gather(self, keep: bool = False) -> Gathered:

@@ -53,8 +53,8 @@ def find_reward(
     if ":" not in spec:
         raise ValueError(
             f"unknown reward function {spec!r}; the task has {', '.join(by_name) or 'no functions'}; "
-            "name your own function module:function, a reward model by its folder or ORG/MODEL, a process reward model "
-            "prm:MODEL, a server http://HOST:PORT/PATH, and the sandbox for programs sandbox:python"
+            "pass module:function, a reward model (folder or ORG/MODEL), a process reward model (prm:MODEL), a server "
+            "(http://HOST:PORT/PATH), or the sandbox for programs (sandbox:python)"
         )
     function = imported(spec, "reward function")
     if not callable(function):

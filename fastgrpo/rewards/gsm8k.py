@@ -80,7 +80,7 @@ def _format_steps(text: str) -> int:
 
 
 def digits_reward(prompts: list, completions: list, answer: list, **columns: list) -> list[float]:
-    """Return the share of digits that are right in their places, counted from the units.
+    """Return the share of right digits, aligned at the last digit.
 
     Reads the number that `format_reward` counts; references must be whole numbers. Missing digits, and digits beyond
     the length of the reference, are wrong. Returns 0.0 if the completion or its reference holds no whole number.

@@ -39,8 +39,8 @@ class _Again(Exception):
 class HttpScorer:
     """A reward function that queries a server. It is async, so several scorers wait concurrently.
 
-    Connection errors, timeouts and the codes 408, 429, 500, 502, 503 and 504 are retried, after a random wait below a
-    bound that doubles, or after `Retry-After`. Other codes are errors. The environment variable
+    Connection errors, timeouts and the codes 408, 429, 500, 502, 503 and 504 are retried with exponential backoff and
+    jitter, or after `Retry-After`. Other codes are errors. The environment variable
     `FASTGRPO_REWARD_API_KEY` is sent as a bearer token.
 
     Args:
@@ -225,7 +225,7 @@ def _body(columns):
 
 
 def _wait(state: RetryCallState) -> float:
-    """Return the seconds before the next try: those of the server, or a random time below a doubling bound."""
+    """Return the seconds before the next try: `Retry-After`, or a random time below a doubling bound."""
     asked = state.outcome.exception().seconds
     bound = min(FIRST_WAIT * 2 ** (state.attempt_number - 1), LONGEST_WAIT)
     return _JITTER.uniform(0, bound) if asked is None else min(asked, LONGEST_WAIT)

@@ -5,16 +5,16 @@ longer than the positions of the model gets None, with one warning: a truncated 
 
 Process reward models have two published forms:
 
-- "labels": token classification with 2 labels. After each step stands the step tag, and the probability of label 1 at
-  the tag's last token is the reward of the step. TRL's PRMTrainer makes such models, whose tag is the separator of the
-  steps, and each step is tokenized by itself; Qwen2.5-Math-PRM is one, whose tag is the token <extra_0>. The text of an
-  encoder begins with its [CLS].
-- "tokens": a causal LM. After each step stands the step tag, and the probability of a good token against a bad one as
-  the token after it is the reward of the step. Math-Shepherd (arXiv 2312.08935) is one: its text is
-  "PROMPT STEP ки", a line break, "STEP ки" and so on, and its tokens are + and -.
+- "labels": token classification with 2 labels. The step tag follows each step, and the reward of the step is the
+  probability of label 1 at the tag's last token. In models of TRL's PRMTrainer, the tag is the separator of the steps,
+  and each step is tokenized by itself. In Qwen2.5-Math-PRM, the tag is the token <extra_0>. The text of an encoder
+  begins with its [CLS].
+- "tokens": a causal LM. The step tag follows each step, and the reward of the step is the probability of a good token
+  against a bad one after the tag. Math-Shepherd (arXiv 2312.08935) reads "PROMPT STEP ки", a line break, "STEP ки"
+  and so on, and its tokens are + and -.
 
-A completion may spell special tokens, such as <extra_0>. They are read as plain text there, so that a policy cannot set
-step tags of its own.
+Special tokens in a completion, such as <extra_0>, are read as plain text, so that a policy cannot set step tags of its
+own.
 """
 
 import logging
@@ -205,7 +205,7 @@ class RewardModel(Judge):
     def __call__(self, prompts: Sequence, completions: Sequence, **columns: Any) -> list[float | None]:
         """Return the model's logit for each completion after its prompt, texts or lists of messages.
 
-        It is None if both exceed the positions of the model. Raises ValueError if prompts are messages and the
+        It is None if together they exceed the model's context. Raises ValueError if prompts are messages and the
         tokenizer has no chat template.
         """
         texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
@@ -327,7 +327,7 @@ class ProcessRewardModel(Judge):
     ) -> list[float | None]:
         """Return the reward of each completion, from 0 to 1.
 
-        It is None for a completion without steps, and for one that exceeds the positions of the model with its prompt.
+        It is None for a completion without steps, or one that with its prompt exceeds the model's context.
         `log_extra` gets the column NAME/steps. `log_steps` gets ends and rewards of the steps if the policy's tokenizer
         is known (`place`), as with process_rewards=token.
         """
@@ -394,7 +394,7 @@ class ProcessRewardModel(Judge):
         return tokens["input_ids"], [max(of_one, default=None) for of_one in of_ends]
 
     def _read(self, inputs, places):
-        """Return the reward of each step of each text of a batch."""
+        """Return the step rewards of each text in a batch."""
         if not self._by_tokens:
             probabilities = self.model(**inputs)[0].float().softmax(-1)[..., 1]
             return [probabilities[i, at].tolist() for i, at in enumerate(places)]

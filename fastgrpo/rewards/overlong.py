@@ -16,8 +16,8 @@ def make_soft_overlong_punishment(max_completion_length: int, soft_punish_cache:
 
     Args:
         max_completion_length: Length limit in tokens.
-        soft_punish_cache: Tokens before the limit over which the reward falls from 0 to -1, from 1 to
-            `max_completion_length`.
+        soft_punish_cache: Tokens before the limit (1 to `max_completion_length`) over which the reward falls from 0 to
+            -1.
 
     Returns:
         A reward function that reads `completion_ids`. It is named soft_overlong_punishment.

@@ -2,7 +2,7 @@
 
 A program runs in a jail: a `bwrap` with its own user, process, network, IPC and mount namespaces, as a user without
 capabilities. It sees the system's Python read-only, and an empty /tmp in memory. A filter refuses system calls that
-could allocate memory outside the limits. Everything in a jail ends with it, and it ends with the trainer.
+could allocate memory outside the limits. All processes of a jail end with it, and the jail ends with the trainer.
 `fastgrpo.rewards.jailed` runs inside.
 
 A test is {"input": ..., "output": ...}: standard input, and the expected output, compared without white space at the

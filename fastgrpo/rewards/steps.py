@@ -15,7 +15,7 @@ def split_steps(text: str, separator: str) -> list[tuple[str, int]]:
         separator: Separates two steps.
 
     Returns:
-        (the step without the white space around it, the number of characters up to the end of its separator) pairs.
+        Pairs (step without surrounding white space, number of characters up to the end of its separator).
     """
     steps, end = [], 0
     for part in text.split(separator):

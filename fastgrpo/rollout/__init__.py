@@ -1,4 +1,4 @@
-"""Rollouts: prompts in, completions out, drawn in the trainer's process from the policy's own weights.
+"""Rollouts: prompts in, completions out, generated in the trainer's process with the policy's own weights.
 
 Terms of the engine:
 
@@ -23,7 +23,7 @@ def make_backend(policy: Policy, config: Any, reserved: Callable[[], int] | None
     """Create the backend named by `config.rollout_backend`.
 
     Args:
-        policy: The policy to draw from.
+        policy: The policy to sample from.
         config: Settings with the fields of the engine's section.
         reserved: As for `RolloutEngine`.
 

@@ -47,7 +47,7 @@ class RolloutBackend(ABC):
 
     Args:
         model: The policy: a `Policy`, or a transformers causal LM.
-        max_num_seqs: Maximum number of completions in flight; others wait. None means `MOST`, or one larger group.
+        max_num_seqs: Maximum number of completions in flight; others wait. None: `MOST`, or a larger group's size.
 
     Raises:
         ValueError: `max_num_seqs` is below 1.
@@ -71,7 +71,7 @@ class RolloutBackend(ABC):
         """Create the backend from settings.
 
         Args:
-            policy: The policy to draw from.
+            policy: The policy to sample from.
             config: Settings with the fields of the engine's section.
             reserved: As for `RolloutEngine`; ignored by backends that plan no memory.
 
@@ -98,7 +98,7 @@ class RolloutBackend(ABC):
             sampling: Sampling parameters. All requests in flight must have the same, except seed and max_tokens.
             request_id: Number of the request, from 0 to 2^63 - 1. None means the next number.
             max_tokens: n limits, one per completion, over all its turns. None means the limit of `sampling` for all.
-            dialogues: n objects that answer the turns of the completions. None means that the first turn is the last.
+            dialogues: n objects that answer the turns of the completions. None means one turn each.
             draw_key: Seed and key together determine the random numbers of the draws. None means request_id.
 
         Returns:
@@ -218,7 +218,7 @@ class RolloutBackend(ABC):
         return sum(self.abort_request(request_id) for request_id in list(self.unfinished))
 
     def check_finite(self, groups: Mapping[int, Sequence[Sample]]) -> None:
-        """Raise a ValueError if a weight is not finite, as log-probs show that are not.
+        """Raise a ValueError if log-probs are not finite because a weight is not.
 
         If only the log-probs are not finite, the update is skipped and counted.
         """

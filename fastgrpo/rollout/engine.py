@@ -9,8 +9,8 @@ On a GPU a decode step is one CUDA graph, and the host polls for finished lanes 
 next steps before it reads the flags of the last ones, so the GPU decodes while the host copies completions and turns
 them into text.
 
-A completion with tools is in one of three states: its lane draws; its lane waits for the answer of a tool, while the
-others draw; or it has ended. The lanes that draw come first, so a decode step skips the others. When an answer has
+A completion with tools is in one of three states: its lane is decoded; its lane waits for a tool result, while other
+lanes are decoded; or it has ended. Decoded lanes come first, so a decode step skips waiting lanes. When a result has
 arrived, its tokens are appended to the keys and values of the lane in one pass. Completions do not wait for each other.
 
 Shapes: B prompts, G completions each, R lanes of which n are in use, S lanes of a call, C maximum tokens of a
@@ -70,10 +70,10 @@ class Running:
     Attributes:
         group: Its group.
         number: Its number in the group.
-        end: The decode step after which it reaches its limit, if it draws on.
+        end: The decode step after which it reaches its limit, if it does not stop before.
         turn: The number of its tokens before the current turn.
         given: The spans of the tokens that were appended to it.
-        answer: The answer that it waits for, or None if it draws.
+        answer: The tool result that it waits for, or None if it is decoded.
         taken: While it waits, its tokens as `Lanes.take` returns them.
         patient: Whether a step may wait for the answer, which it does once.
     """
@@ -184,7 +184,7 @@ class Lanes:
         self.finished[lanes] |= (drawn[:, None] == stop_ids).any(-1) | (length >= self.limit[lanes])
 
     def append(self, lanes: torch.Tensor, counts: torch.Tensor, ids: torch.Tensor) -> None:
-        """Append given tokens, with log-prob 0, to finished lanes [S], which then draw on.
+        """Append given tokens, with log-prob 0, to finished lanes [S], which are then decoded further.
 
         Lane i gets counts[i] of the ids [N]. The limits must leave room for one more token.
         """
@@ -260,7 +260,7 @@ class RolloutEngine(RolloutBackend):
 
     Args:
         model: The policy: a `Policy`, or a transformers causal LM.
-        max_num_seqs: Maximum number of completions that draw at the same time; others wait. None means 1,024.
+        max_num_seqs: Maximum number of completions generated at the same time; others wait. None means 1,024.
         attention: Name of a provider of decode attention, see attention.py.
         memory_utilization: Maximum share of the device's free memory for keys and values, measured at the first
             request.
@@ -337,7 +337,7 @@ class RolloutEngine(RolloutBackend):
         return drawn
 
     def work_left(self) -> int:
-        """Return the maximum number of tokens left: prompts of waiting requests, and tokens still to draw."""
+        """Return the maximum number of tokens left: prompts of waiting requests, and further tokens of completions."""
         waiting = sum(len(request.prompt_ids) + sum(request.limits) for request in self.waiting)
         return waiting + sum(running.limit - running.length(self.steps) for running in self.running if running)
 
@@ -416,7 +416,7 @@ class RolloutEngine(RolloutBackend):
         return outputs
 
     def _live(self):
-        """Return the lanes that draw."""
+        """Return the lanes that a decode step computes."""
         return [lane for lane, running in enumerate(self.running) if running and running.answer is None]
 
     def _awaited(self):
@@ -511,7 +511,7 @@ class RolloutEngine(RolloutBackend):
         if self.budget is None:
             self.left = self._memory_left()
             self.budget = int(self.memory_utilization * self.left)
-        # Completions that wait for tools keep their slots while others draw, so there may be more slots than draws.
+        # Completions that wait for tools keep their slots, so there may be more slots than decoded lanes.
         waits = any(request.dialogues for request in self.waiting)
         wanted = sum(len(limits) for _, limits in requests)
         most = wanted if waits else min(wanted, self.max_num_seqs)
@@ -582,7 +582,7 @@ class RolloutEngine(RolloutBackend):
         return to_device(torch.tensor(numbers, dtype=torch.int64), self.policy.device)
 
     def _arrange(self):
-        """Tell the slots which lanes draw for each prompt."""
+        """Tell the slots which decoded lanes each prompt has."""
         live = self._live()
         self.arranged = live[-1] + 1
         groups = [None] * self.arranged
@@ -610,7 +610,7 @@ class RolloutEngine(RolloutBackend):
 
     @torch.inference_mode()
     def _append(self, given):
-        """Append the tokens of answers, by lane, to waiting lanes in one forward pass. The lanes then draw on.
+        """Append the tokens of answers, by lane, to waiting lanes in one forward pass, so that they can be decoded.
 
         The inputs are the newest token of each lane and all given ones except the last, which is the next input.
         """
@@ -690,7 +690,7 @@ class RolloutEngine(RolloutBackend):
             self.running.pop()
 
     def _compact(self):
-        """Move the lanes that draw to the front, if a decode step computes many that do not.
+        """Move live lanes to the front, if a decode step computes many others.
 
         Free lanes do not count while groups wait for them.
         """

@@ -30,9 +30,9 @@ def _plain(model):
 class DrawRecorder(LogitsProcessor):
     """Applies the repetition penalty, and records the log-prob of each draw and the mass that the filters kept.
 
-    transformers calls the processors with the logits of a step before it draws. The drawn token is the last one in the
-    next call, so the recorder keeps the logits of one step. Log-probs are taken before the penalty, so the recorder
-    applies it rather than transformers.
+    transformers calls the processors with the logits of a step before it samples. The sampled token is the last one in
+    the next call, so the recorder keeps the logits of one step. Log-probs are taken before the penalty, so the recorder
+    applies the penalty rather than transformers.
     """
 
     def __init__(self, sampling: SamplingParams):
@@ -61,7 +61,7 @@ class DrawRecorder(LogitsProcessor):
 
 @dataclass(eq=False)
 class Lane:
-    """A completion in progress: its tokens, a mask of the drawn ones, and their log-probs."""
+    """A completion in progress: its tokens, a mask of the drawn tokens, and their log-probs."""
 
     request: Request
     number: int
@@ -120,8 +120,8 @@ class HFBackend(RolloutBackend):
     """Draws waiting groups with transformers' `generate`, as many at once as max_num_seqs allows.
 
     The seed of the first request seeds the whole batch. Unlike in the engine, the draws of a group therefore depend on
-    the other groups of the batch. Completions with tools draw one turn at a time, and `generate` computes their earlier
-    turns again. A turn begins when the tools of all have answered.
+    the other groups of the batch. Completions with tools are generated turn by turn, and `generate` computes earlier
+    turns again. A turn begins when the tools of all completions have returned.
     """
 
     MOST = 256  # fewer than in the engine, because `generate` does not plan its memory

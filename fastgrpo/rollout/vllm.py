@@ -1,8 +1,8 @@
 """Rollouts on vLLM servers: token ids in, token ids and log-probs out.
 
 A group is one request for n completions; with tools, each later turn of a completion is a request. A request goes to
-the server with the fewest completions. A server that fails is left out, and its requests are sent to the others. It is
-tried again before the next rollout, or when no other is left.
+the server with the fewest completions. A server that fails is left out, and its requests are sent to other servers. It
+is retried before the next rollout, or when no other server is left.
 
 Before a rollout, if the policy has changed, rank 0 writes its weights to a new folder, which every server loads. A
 `Probe` then compares the log-probs of each server with the policy's. Each rank sends its own requests.
@@ -70,7 +70,7 @@ class Server:
     Attributes:
         url: Its address.
         client: Its connections.
-        completions: Number of completions that it draws now.
+        completions: Number of completions that it is generating.
         version: Name of its weights; None if unknown.
         proven: Names of the weights that it had when a probe passed.
         loading: Whether it is loading weights, and gets no requests.
@@ -402,7 +402,7 @@ class VLLMBackend(RolloutBackend):
 
     @torch.no_grad()
     def sync(self, ranks: Ranks = ALONE, step: int = 0) -> None:
-        """Let the servers load the policy's weights, if they have others, and compare log-probs. Rank 0 does it.
+        """On rank 0, let servers with other weights load the policy's weights, and compare log-probs.
 
         While requests are in flight, this returns before the servers have loaded them.
         """

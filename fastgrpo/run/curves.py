@@ -153,7 +153,7 @@ def conclude(
         except (ValueError, OSError) as error:
             say(f"warning: {name} is not written: {error}")
     optional = ("samples.jsonl", "merged", "trace.json.gz")
-    # Supervised training draws no samples, so samples.jsonl is empty.
+    # Supervised training generates no samples, so samples.jsonl is empty.
     files = [name for name in optional if (run_dir / name).exists() and (run_dir / name).stat().st_size]
     files = [checkpoint.name, "metrics.jsonl", *written, "config.json", *files]
     took = (

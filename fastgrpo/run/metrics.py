@@ -97,8 +97,8 @@ METRICS = {
     "skipped_updates": "number of updates, summed over the logged steps, that left the weights unchanged because the "
     "loss or the gradient was not finite",
     "learning_rate": "learning rate of the last update",
-    "num_tokens": "prompt and completion tokens, drawn or learned, since the start of the run, with those of dropped "
-    "and aborted groups",
+    "num_tokens": "prompt and completion tokens, drawn or learned, since the start of the run, including dropped and "
+    "aborted groups",
     "curriculum/level": "index of the current level of the curriculum",
     "step_time": "seconds of the whole step",
     "time/rollout": "seconds of generation",

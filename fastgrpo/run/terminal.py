@@ -117,7 +117,7 @@ class Terminal:
         """Show the progress of a task: beside the bar if there is one, else on a temporary bar.
 
         The remaining time assumes that every completion reaches its limit; most end earlier. It uses the mean rate,
-        because prompts are processed faster than completions are drawn.
+        because prompts are processed faster than completions are generated.
         """
         if not self._live():
             hidden = not (self.bars and is_terminal(sys.stderr)) or self.bar is not None

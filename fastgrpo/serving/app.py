@@ -321,9 +321,9 @@ class Server:
 
     def _check_scored(self, body, top, refused):
         if refused:
-            raise ValueError("echo and likeliest tokens are not available in a stream; set stream to false")
+            raise ValueError("echo and top log-probs are not available in a stream; set stream to false")
         if top and body.repetition_penalty != 1:
-            raise ValueError("likeliest tokens are not available with repetition_penalty")
+            raise ValueError("top log-probs are not available with repetition_penalty")
 
     def _completion(self, body, texts, job, choice, scores, prompt, index):
         ids, logps, top = choice.ids, choice.logps, None

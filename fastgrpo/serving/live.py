@@ -14,12 +14,12 @@ from fastgrpo.serving.app import KEY, Server, listen
 from fastgrpo.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-MAX_NUM_SEQS = 16  # completions at the same time, few so that the training keeps its memory
+MAX_NUM_SEQS = 16  # completions at the same time: few, so that the training keeps its memory
 MEMORY = 0.1  # maximum share of the free memory for keys and values
 
 
 class LiveServer:
-    """A server whose requests advance only when the trainer calls `turn`, so that both never use the policy at once.
+    """A server whose requests advance only when the trainer calls `turn`, so that only one of them uses the policy.
 
     No failure of the server reaches the trainer. Between requests the server keeps no memory.
 

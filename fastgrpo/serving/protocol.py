@@ -276,7 +276,7 @@ class Choice:
 
 
 def weight_versions(choice: Choice) -> list[dict[str, Any]]:
-    """Return which weights drew which tokens: spans from `start` to `end`."""
+    """Return the weight version of each span of tokens, from `start` to `end`."""
     spans = []
     for i, version in enumerate(choice.versions):
         if not spans or spans[-1]["version"] != version:

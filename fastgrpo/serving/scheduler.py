@@ -1,11 +1,11 @@
 """Runs the engine in one thread, and hands tokens to the event loop as they are drawn.
 
-Other threads never touch the engine: they post functions, which the engine's thread calls between two steps. It is a
+Other threads never touch the engine: they post functions, which the engine's thread calls between two steps. This is a
 thread of the scheduler, or the one that calls `turn`.
 
 Requests start first come, first served. Completions in flight must have the same temperature, filters, penalty and stop
-tokens, so a request with others waits until the engine is idle, and the requests behind it wait too. No request
-starves, but clients that use the same sampling parameters share the engine better.
+tokens. A request with other parameters waits until the engine is idle, and so do all later requests. No request
+starves, but clients with the same sampling parameters share the engine better.
 """
 
 import asyncio
@@ -81,12 +81,12 @@ class Job:
 
 
 class Scheduler:
-    """Admits requests to an engine, and delivers what it draws. `close` ends it.
+    """Admits requests to an engine, and delivers its tokens. `close` ends it.
 
     Args:
         engine: An idle engine, made with `continuous`.
-        max_requests: How many requests may be unfinished; `run` raises `Busy` for others.
-        threaded: Whether a thread runs the engine. If not, the caller's does, in `turn`.
+        max_requests: How many requests may be unfinished; `run` raises `Busy` for further ones.
+        threaded: Whether a thread runs the engine. If not, `turn` does, in the caller's thread.
 
     Attributes:
         version: Version of the weights.

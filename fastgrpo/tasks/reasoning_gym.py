@@ -223,8 +223,8 @@ class Problems(Source):
                 skipped = 0
             elif (skipped := skipped + 1) == EPOCH:
                 raise ValueError(
-                    f"reasoning_gym_tasks: {EPOCH} problems in a row are held out; choose arguments that allow "
-                    "more questions"
+                    f"reasoning_gym_tasks: the last {EPOCH} problems were all held-out ones; choose arguments that "
+                    "allow more questions"
                 )
         return rows
 

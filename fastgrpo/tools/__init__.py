@@ -1,6 +1,6 @@
-"""Tools and environments: what the model may call while it draws a completion, and the dialogues that result.
+"""Tools and environments: what the model may call while it generates a completion, and the dialogues that result.
 
-Names and meaning are those of TRL. `find_tools` and `find_environment` find them by name for the command line.
+Names and meaning are TRL's. `find_tools` and `find_environment` look up names from the command line.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -62,8 +62,8 @@ class Environments:
     `env_error` with "env_error". `get_reward()` returns the reward of the completion.
 
     Args:
-        factory: Makes an environment. Or a dict of such by name, and the column `environment` of a row chooses. None
-            if there are only tools.
+        factory: Makes an environment. Or a dict of factories, and the column `environment` of a row names one. None if
+            there are only tools.
         tools: Functions that all completions may call.
         timeout: Time limit of a reset and of each call in seconds, or None.
 
@@ -163,7 +163,7 @@ class Environments:
         except TypeError as error:
             raise ValueError(
                 f"reset{self.resets[name]} of an environment cannot take the columns {', '.join(row)}: {error}; let it "
-                "need only columns that the rows have"
+                "require only columns of the rows"
             ) from None
         return given
 

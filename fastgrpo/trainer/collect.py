@@ -2,8 +2,8 @@
 
     rows -> prompts -> rollout -> rewards -> advantages -> groups to train on
 
-Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) drops the groups that teach nothing, and draws as many new
-prompts in their place, batch after batch. It ends when prompts_per_step groups teach something, or when
+Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) replaces the groups that teach nothing by groups of new prompts,
+batch after batch. It ends when prompts_per_step groups teach something, or when
 dynamic_sampling batches were drawn; the first of the dropped groups then fill the step. Oversampling starts more
 groups than are wanted and aborts those that finish last, which favours prompts with short completions.
 
@@ -70,10 +70,10 @@ class Collector:
         self.ahead = Ahead(engine)
 
     def __call__(self, state: TrainerState) -> tuple[list[Sample], dict[str, float]]:
-        """Draw until prompts_per_step groups teach something, and choose the groups of the step.
+        """Generate groups until prompts_per_step of them teach something, and choose the groups of the step.
 
-        Count in `state` the rows that were taken, and the tokens of prompts and completions, with those of aborted
-        groups. Return all samples that finished, of which the step trains on the `trained` ones, and the metrics.
+        Count in `state` the rows that were taken, and the tokens of prompts and completions, including aborted groups.
+        Return all finished samples, and the metrics. The step trains on the samples with `trained`.
         """
         args, samples, spread, teaching = self.args, [], [], []
         counts, logged, live, taken, lost = Counter(), defaultdict(list), [], 0, 0
@@ -300,8 +300,8 @@ def with_advantages(
 
     With process_rewards "token", the step rewards that functions log (`log_steps`) become advantages of tokens, as in
     DeepSeekMath (arXiv 2402.03300), section 4.1.3. The other functions give each completion its advantage as always,
-    and a token's advantage is the sum of both. A function that logged steps counts only by these: what it returned is
-    their summary.
+    and a token's advantage is the sum of these two. Of a function that logged steps, only the step rewards count: what
+    it returned is their summary.
     """
     size = group_size or args.num_generations
     per_function, stepped = _verdicts(samples, rewards, args)

@@ -1,7 +1,7 @@
 """The training loop: collect -> update -> report, with evaluations and checkpoints between the steps.
 
     train: restore a checkpoint, then until the last step: evaluate, save, step
-    step:  collect (draw, judge, advantages), update (pack, loss, optimizer), report (metrics, samples, warnings)
+    step:  collect (rollout, rewards, advantages), update (pack, loss, optimizer), report (metrics, samples, warnings)
 
 Supervised training (`supervised.py`) uses the same loop with its own collect and update.
 """
@@ -87,11 +87,11 @@ class GRPOTrainer:
             `Source` of them. Of an IterableDataset, only the rows that max_steps can need are read. `train` validates
             all rows before the first step. With environment_factory, the column and the rows may be left out; without
             rows, max_steps is needed.
-        eval_dataset: Held-out rows, or a dict of them by name, validated with the others, or None for no evaluation.
-            Of an IterableDataset, max_eval_samples rows are read.
+        eval_dataset: Held-out rows, or a dict of them by name, validated like train_dataset; None for no evaluation. Of
+            an IterableDataset, max_eval_samples rows are read.
         processing_class: The tokenizer, or None for the model's.
-        reward_processing_classes: The tokenizers of reward models, one for each of reward_funcs. None, also in the
-            list, means the model's.
+        reward_processing_classes: The tokenizers of reward models, one for each of reward_funcs. None, also as an
+            entry, means the reward model's.
         callbacks: Callbacks of transformers, as instances or classes.
         optimizers: Not supported, like TRL's `quantization_config`.
         quantization_config: Not supported.
@@ -103,7 +103,7 @@ class GRPOTrainer:
             a dict with lists of `prompt_ids`, `completion_ids`, `logprobs` and optionally `env_mask`, which is 0 for
             tokens that the model did not draw. Reward functions get its other keys as columns.
         environment_factory: Makes the environment of a completion, see `fastgrpo.tools.environments.Environments`; or a
-            dict of such by name, and the column `environment` of a row chooses.
+            dict of factories, and the column `environment` of a row names one.
         log: A `RunLog` that has already claimed its folder. None creates one from args.
         panels: Panels of the run's plot.
 
@@ -203,7 +203,7 @@ class GRPOTrainer:
             self.policy, self.optimizer, self.schedule, max_grad_norm=args.max_grad_norm,
             max_tokens=micro_batch, timer=self.timer, ranks=ranks,
         )  # fmt: skip
-        judged = self.rewards is not None  # without rewards, no completions are drawn
+        judged = self.rewards is not None  # without rewards, no completions are generated
         self.engine = make_backend(self.policy.for_rollouts, args, self._bytes_to_come) if judged else None
         self.live = None if args.serve_port is None else self._make_live()
         self._prepare()

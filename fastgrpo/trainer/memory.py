@@ -60,7 +60,7 @@ MICRO_BATCHES = 16384, 8192, 4096  # tokens of a micro-batch to choose from, and
 PASS, PASS_SHARDED, DECODE_STEP, APART = 1_000, 10_000, 500, 1.25
 # The phases of a step with the highest memory use.
 TIMES = {
-    "draw": "while completions are drawn",
+    "draw": "while completions are generated",
     "reference": "while the reference computes log-probs",
     "head": "while the loss computes logits",
     "layers": "in the backward pass of the layers",
@@ -88,7 +88,7 @@ class MemoryPlan:
     one_group: int  # minimum bytes of keys and values, for one group
     share: float  # maximum share of the remaining memory for keys and values
     room: float  # available bytes; infinite if unknown
-    lanes: int  # completions that draw at the same time, as many as the rollouts can use within their share
+    lanes: int  # completions generated at the same time, as many as the rollouts can use within their share
     tokens: int  # maximum tokens of a micro-batch
     recomputed: int  # layers that the backward pass recomputes: the first ones
     cost: float  # predicted time of a step, to compare plans of the same run
@@ -264,7 +264,7 @@ class _Planner:
         self.judges, self.count, self.sharded = judges, Count.of(model), parallel == "fsdp2"
         self.token_bytes = functools.cache(self._token_bytes)
         self.grpo, self.requests, self.fewest, self.most = isinstance(config, GRPOConfig), [], 0, 0
-        self.drawing = 0  # maximum number of completions that draw at the same time
+        self.drawing = 0  # maximum number of completions generated at the same time
         self.in_all = math.inf  # tokens of a step; the lengths of examples are not yet known
         if self.grpo:
             group = [config.max_completion_length] * config.num_generations
@@ -300,7 +300,7 @@ class _Planner:
             for recomputed in counts:
                 made.append(self._planned([*parts, *self._head(tokens)], tokens, recomputed))
                 if made[-1].ample and made[-1].cost == self._cost(tokens, recomputed, self.most, self.merged > 0):
-                    break  # all completions draw at once, with merged adapters: more recomputation only takes time
+                    break  # all completions run at once, with merged adapters: more recomputation only takes time
         best = min(made, key=lambda plan: (not plan.ample, plan.cost if plan.ample else plan.needed))
         if not why and not best.ample:
             why = "this needs the least memory"
@@ -311,7 +311,7 @@ class _Planner:
             if made[0].ample and made[0].lanes == self.most:
                 problem = "leave no room for merged adapters"
             elif made[0].ample:
-                problem = f"draw only {made[0].lanes:,} of {self.most:,} completions at the same time"
+                problem = f"generate only {made[0].lanes:,} of {self.most:,} completions at the same time"
             why = f"the cheapest that fits: {sizes[0]:,} tokens without it {problem}"
         return dataclasses.replace(best, why=why)
 
@@ -351,7 +351,7 @@ class _Planner:
         token = products + 2 * recomputed / layers + (PASS_SHARDED if self.sharded else PASS) / tokens
         if not self.grpo:
             return token
-        steps = self.config.max_completion_length * self.most / max(lanes, 1)  # vLLM servers draw without lanes
+        steps = self.config.max_completion_length * self.most / max(lanes, 1)  # vLLM servers have no lanes
         decode = DECODE_STEP * (APART if self.count.adapters and not merged else 1)
         return self.config.num_iterations * self.in_all * token + steps * decode
 
@@ -430,8 +430,8 @@ class _Planner:
         gradients = max(count.two_layers, count.rest) if count.trained else 0
         how = f"two layers, or {rest}: {gradients:,} x 4 bytes" if gradients else "none: the shards are frozen"
         parts = [
-            Part("whole weights", in_all * b, f"{in_all:,} x {b} bytes, from which completions are drawn{where}",
-                 times, early=True, at_most=not self.grpo),  # supervised training draws only in evaluations
+            Part("whole weights", in_all * b, f"{in_all:,} x {b} bytes, for rollouts{where}",
+                 times, early=True, at_most=not self.grpo),  # supervised training generates only in evaluations
             Part("gathered unit", unit * b, f"the largest layer, or {rest}: {unit:,} x {b} bytes", ("draw",)),
             Part("gathered layers", whole * b, f"{what}: {whole:,} x {b} bytes", ("reference", "head", "layers")),
             Part("unsharded gradients", gradients * FP32, how, ("layers",)),

@@ -40,7 +40,7 @@ def refuse_given(optimizers: Any, quantization_config: Any) -> None:
     """Raise for arguments of TRL's trainer that are not supported."""
     if optimizers is not None and any(given is not None for given in optimizers):
         raise ValueError(
-            "optimizers cannot be replaced, because the optimizer holds the fp32 masters of every checkpoint; set "
+            "optimizers cannot be replaced, because checkpoints hold this optimizer's fp32 master weights; set "
             "learning_rate, weight_decay, adam_beta1, adam_beta2, adam_epsilon, lr_scheduler_type and warmup_steps "
             "instead"
         )

@@ -39,8 +39,8 @@ class SFTTrainer(GRPOTrainer):
         args: The settings, or None for the defaults.
         train_dataset: Rows with a `prompt` and a `completion`, or with `messages`, or a `Source` of them (not a
             Curriculum). `train` validates all rows before the first step.
-        eval_dataset: Held-out rows, or None for no evaluation. If they have completions or messages, their loss is
-            measured. If there are reward functions, their prompts are completed and judged.
+        eval_dataset: Held-out rows, or None for no evaluation. If the rows have completions or messages, their loss is
+            measured. If there are reward functions, the rows' prompts are completed and judged.
         processing_class: The tokenizer, or None for the model's.
         reward_funcs: Reward functions for the evaluation, as in `GRPOTrainer`, or None.
 

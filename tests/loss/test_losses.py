@@ -196,7 +196,7 @@ def test_rows_hold_whole_sequences_where_the_objective_looks_at_them(name, rows)
         rows = torch.tensor(rows, dtype=torch.long)
         return grpo_loss(-torch.ones(6), advantages=torch.ones(6), rows=rows, **given, **knobs).loss
 
-    with pytest.raises(ValueError, match=r"^mask must select the tokens in rows"):
+    with pytest.raises(ValueError, match=r"^mask must match rows exactly"):
         loss_of(rows, **COUPLED[name])
     assert loss_of(rows).isfinite()  # where each token counts by itself, any rows are legal
     for whole in ([0, 1, 3, 4, 5], [3, 4, 5], []):

@@ -131,7 +131,7 @@ def test_the_page_of_the_architecture_lists_every_module():
         if folder.name in listed:
             assert {line.split()[0] for line in listed[folder.name].splitlines()} == modules, folder.name
         else:
-            (line,) = re.findall(rf"^{folder.name} .*", others, re.MULTILINE)
+            (line,) = re.findall(rf"^\| {folder.name} \|.*", others, re.MULTILINE)
             assert modules <= set(re.findall(r"\w+", line)), folder.name
 
 
