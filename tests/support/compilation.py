@@ -26,7 +26,7 @@ PARSING, PARSE = threading.Lock(), ast.parse
 
 
 def parse(*given, **named):
-    """Parse in one thread at a time: two at once raise a SystemError in Python 3.11 (cpython 106905)."""
+    """Parse in one thread at a time: two at once may raise a SystemError in Python 3.11."""
     with PARSING:
         return PARSE(*given, **named)
 
