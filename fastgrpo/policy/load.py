@@ -313,6 +313,8 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
 
         settings = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
         model.gradient_checkpointing_enable(settings)
+        # Its hook on the embedding is for reentrant checkpointing, and would keep rollouts from their fused layers.
+        model.disable_input_require_grads()
     else:
         model.gradient_checkpointing_disable()
     needed = (obstacle or narrow_window(model.config.get_text_config())) is not None
