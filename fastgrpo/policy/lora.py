@@ -165,7 +165,7 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     """Copy a policy with adapters into an ordinary model, on the CPU, with weights W + alpha / r B A."""
 
     def changes(module):
-        return hasattr(module, "lora_A") or hasattr(module, "dense")  # 4 bits, with or without an adapter
+        return hasattr(module, "lora_A") or hasattr(module, "dequantized")  # 4 bits, with or without an adapter
 
     layers = [name for name, it in model.named_modules() if changes(it) and not name.endswith(".base_layer")]
     weights = {id(value): value.to("cpu", copy=True) for value in model.parameters()}
@@ -176,7 +176,7 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     plain = copy.deepcopy(model, memo).cpu()  # deepcopy takes the parameters from the memo
     for name in layers:
         layer = base_layer(plain.get_submodule(name))
-        plain.set_submodule(name, layer.dense(layer.weight) if hasattr(layer, "dense") else layer)
+        plain.set_submodule(name, layer.dense(layer.weight) if hasattr(layer, "dequantized") else layer)
     plain.delete_adapter("default")
     return plain
 
