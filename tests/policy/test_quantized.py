@@ -34,6 +34,7 @@ def test_a_product_is_that_of_the_dequantized_weight_and_keeps_none_for_its_grad
 def test_adapters_learn_on_weights_that_stay_and_every_file_gives_the_trained_policy(tmp_path, monkeypatch):
     path, run = str(tiny.save(tmp_path / "model", hidden_size=64)), tmp_path / "run"
     how = {"max_completion_length": 20, "gradient_checkpointing": True, "learning_rate": 2e-2, "beta": 0.1}
+    how["reward"] = lambda completions, **_: [len(set(text)) for text in completions]
     trainer = make_trainer(tmp_path, model=path, **how, **QLORA)
     planned = next(part.bytes for part in trainer.plan.parts if part.name == "policy")
     assert planned == sum(parameter.nbytes for parameter in trainer.policy.parameters())
