@@ -8,6 +8,7 @@ import time
 from functools import partial
 
 import pytest
+import tiny
 import torch
 from resumed import Crash, acting, assert_same_run, crash, make_trainer
 from runs import lines
@@ -51,14 +52,18 @@ def test_a_stopped_run_resumes_bit_for_bit(whole, dtype, step, capsys):
 
 @pytest.mark.parametrize("settings", [
     ADAPTERS | {"dtype": "bfloat16"},
+    ADAPTERS | {"dtype": "bfloat16", "load_in_4bit": True},
     {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_storage": "cpu"},
     {"ref_storage": "int8"},
     {"beta": 0.0, "rollout_backend": "hf", "multi_objective_aggregation": "normalize_then_sum"} | ENTROPY,
-], ids=["adapters", "moving", "int8", "entropy"])  # fmt: skip
+], ids=["adapters", "nf4", "moving", "int8", "entropy"])  # fmt: skip
 def test_resumes_every_kind_of_policy_and_reference_bit_for_bit(tmp_path, settings):
     settings = settings | {"max_steps": 6}
     if quantized := settings.get("ref_storage") == "int8":
         pytest.importorskip("torchao")
+    if "load_in_4bit" in settings:
+        pytest.importorskip("bitsandbytes")
+    tiny.save(tmp_path / "model", hidden_size=64)
     make_trainer(tmp_path, "whole", **settings).train()
     run = stopped(tmp_path, 5, **settings)
     assert (run / "checkpoint-5" / "adapter_model.safetensors").exists() == ("use_peft" in settings)
