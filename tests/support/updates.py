@@ -1,4 +1,4 @@
-"""A GRPO update of a policy without a trainer around it."""
+"""A GRPO update of a policy without a trainer around it, and gradients by name."""
 
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.ref_model import make_reference
@@ -26,3 +26,10 @@ def before_each_step(update, look):
     step = optimizer.step
     optimizer.step = lambda *arguments: seen.append(look()) or step(*arguments)
     return seen
+
+
+def gradients(module):
+    """The gradients by name; the module has none afterwards."""
+    found = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    module.zero_grad()
+    return found
