@@ -104,15 +104,12 @@ def kept(model, batch):
     return sum(size for address, size in storages.items() if address not in own)
 
 
-@pytest.mark.parametrize(
-    "architecture, dtype, layers, recomputed",
-    [
-        ("qwen3", torch.bfloat16, (1, 3), (0, 0)),
-        ("llama", torch.float32, (1, 3), (0, 0)),
-        ("qwen2", torch.bfloat16, (1, 3), (1, 3)),
-        ("llama", torch.float32, (2, 4), (1, 2)),
-    ],
-)
+@pytest.mark.parametrize("architecture, dtype, layers, recomputed", [
+    ("qwen3", torch.bfloat16, (1, 3), (0, 0)),
+    ("llama", torch.float32, (1, 3), (0, 0)),
+    ("qwen2", torch.bfloat16, (1, 3), (1, 3)),
+    ("llama", torch.float32, (2, 4), (1, 2)),
+])  # fmt: skip
 def test_the_activations_are_those_that_autograd_keeps(architecture, dtype, layers, recomputed):
     batch, found, formula = Batch.pack([Sample(list(range(5, 25)), [7] * 30, 1.0)] * 4, "cpu"), [], []
     for count, first in zip(layers, recomputed, strict=True):
@@ -201,16 +198,13 @@ def test_a_run_that_does_not_fit_is_refused_with_flags_that_help(planned):
     assert error.match(offload) and planned("7B", parallel="fsdp2_offload").fits
 
 
-@pytest.mark.parametrize(
-    "name, gigabytes, settings, tokens, recomputed",
-    [
-        ("0.5B", 80, {}, 16384, range(1)),
-        ("1.5B", 40, {}, 4096, range(1, 28)),
-        ("1.5B", 40, {"max_tokens_per_microbatch": 16384}, 16384, range(28, 29)),
-        ("0.5B", 24, {"gradient_checkpointing": True}, 16384, range(24, 25)),
-        ("7B, LoRA", 80, {"prompts_per_step": 4, "max_tokens_per_microbatch": 8192}, 8192, range(1, 28)),
-    ],
-)
+@pytest.mark.parametrize("name, gigabytes, settings, tokens, recomputed", [
+    ("0.5B", 80, {}, 16384, range(1)),
+    ("1.5B", 40, {}, 4096, range(1, 28)),
+    ("1.5B", 40, {"max_tokens_per_microbatch": 16384}, 16384, range(28, 29)),
+    ("0.5B", 24, {"gradient_checkpointing": True}, 16384, range(24, 25)),
+    ("7B, LoRA", 80, {"prompts_per_step": 4, "max_tokens_per_microbatch": 8192}, 8192, range(1, 28)),
+])  # fmt: skip
 def test_the_cheapest_micro_batch_and_recomputation_that_fit_are_chosen(name, gigabytes, settings, tokens, recomputed):
     made = planned_on(name, gigabytes, **settings)
     assert made.fits and made.tokens == tokens and made.recomputed in recomputed, made.rows()
