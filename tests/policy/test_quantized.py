@@ -41,7 +41,7 @@ def test_adapters_learn_on_weights_that_stay_and_every_file_gives_the_trained_po
     before = {name: value.clone() for name, value in base_weights(trainer.model).items()}
     trainer.train()
     rows = [row for row in lines(run) if "kl" in row]
-    assert max(row["rollout/logp_gap"] for row in rows) < 1e-5 and rows[-1]["kl"] > 1e-4
+    assert max(row["sampler/logp_gap_mean"] for row in rows) < 1e-5 and rows[-1]["kl"] > 1e-4
     assert all(torch.equal(value, before[name]) for name, value in base_weights(trainer.model).items())
     logits = trainer.model(IDS).logits
     again, _ = load_policy(run / "checkpoint-2", device="cpu", load_in_4bit=True)
