@@ -151,6 +151,7 @@ def evaluate(
             drawn = draw_groups(engine, groups, sampling, progress=told, ranks=ranks)
         result = judge_together(rewards, drawn, prompts, source.tokenizer, trainer_state, ranks=ranks)
         source.finish(groups)
+        source.turns()  # they do not count in the next step
         _measure(result, rewards, draws, prefix, means)
         return result.completions
 

@@ -43,9 +43,10 @@ class Prompts:
     ):
         self.tokenizer, self.template_kwargs, self.environments = tokenizer, template_kwargs, environments
         self.started = None  # the environments of the last `start`
-        self.max_turns, self.seed, self.builders, self.counted = max_turns, seed, {}, {}
+        self.max_turns, self.seed, self.builders = max_turns, seed, {}
         for name, box in environments.boxes.items() if environments else ():
             self.builders[name] = TurnBuilder(tokenizer, box.schemas, template_kwargs or {}, stop_token_ids)
+        self.counted = self._count()
 
     @classmethod
     def of(
@@ -77,7 +78,6 @@ class Prompts:
         """
         if self.environments is None:
             return {i: [prompt] * count for i, prompt in prompts.items()}
-        self.counted = self._count()
         wanted = [(i, number) for i in prompts for number in range(count)]
         rows = [{"prompt": prompts[i].prompt, **prompts[i].columns} for i, _ in wanted]
         seeds = [seed_of(self.seed, *place, i, number) for i, number in wanted]
@@ -103,10 +103,11 @@ class Prompts:
         return dialogue_metrics(samples, names)
 
     def turns(self) -> dict[str, int]:
-        """Count how the answers since the last `start` were tokenized in this process, as metrics."""
+        """Count how the answers since the last call were tokenized in this process, as metrics."""
         if self.environments is None:
             return {}
-        return {f"turns/{name}": count - self.counted[name] for name, count in self._count().items()}
+        before, self.counted = self.counted, self._count()
+        return {f"turns/{name}": count - before[name] for name, count in self.counted.items()}
 
     def _count(self):
         return {

@@ -20,7 +20,7 @@ class FakeVLLM:
     def __init__(self, model=None, version="0.32.0", logprobs_mode="processed_logprobs"):
         self.model, self.version, self.mode, self.weights = model, version, logprobs_mode, "default"
         self.faults, self.drawn, self.lock, self.released = set(), 0, threading.Lock(), threading.Event()
-        self.going, self.between = threading.Event(), lambda: None  # `between` is called after each token
+        self.going, self.between = threading.Event(), lambda: None  # called between two tokens of a completion
         self.going.set()
         self.before = lambda body: None  # called with each request for completions
         handler = type("Handler", (Handler,), {"fake": self})
@@ -53,13 +53,14 @@ class FakeVLLM:
             ids, content, versions = list(token_ids), [], []
             generator = torch.Generator().manual_seed(p["seed"] + index)
             while len(content) < (2 if "cut" in self.faults else p["max_tokens"]):
+                if content:
+                    self.between()
                 self.going.wait(30)
                 logps, at = self.logps(ids, p["temperature"] or 1.0)[-1], len(content)
                 versions.append({"version": self.weights, "start": at, "end": at + 1})
                 chosen = torch.multinomial(logps.exp(), 1, generator=generator) if p["temperature"] else logps.argmax()
                 ids.append(chosen.item())
                 content.append({"token_id": ids[-1], "logprob": logps[ids[-1]].item()})
-                self.between()
                 if ids[-1] in p["stop_token_ids"]:
                     break
             self.drawn += 1
