@@ -86,7 +86,7 @@ def engine_entry() -> Entry:
         for builder in prompts.builders.values():
             builder.parse = lambda ids: Parsed(as_message(ids, tool.__name__), False)
         groups = prompts.start({0: prompts({"prompt": QUESTION})}, COMPLETIONS)
-        samples, _ = draw_groups(engine, groups, sampling)
+        samples = draw_groups(engine, groups, sampling)
         calls = [sample.dialogue.calls for sample in samples[0]]
         waits = [sum(delay(call["arguments"]["n"]) for call in of_one) for of_one in calls]
         return {"calls": sum(map(len, calls)), "longest": max(waits)}

@@ -200,7 +200,7 @@ def _draw(rows, tokenizer, config):
     policy, engine, sampling = load_sampler(config.model_name_or_path, tokenizer, config)
     source = Prompts(tokenizer, config.template_kwargs)
     prompts = list(prompts_of(rows, source, policy, config.max_completion_length))
-    drawn, _ = draw_groups(engine, source.start(dict(enumerate(prompts)), config.num_generations), sampling)
+    drawn = draw_groups(engine, source.start(dict(enumerate(prompts)), config.num_generations), sampling)
     return [[with_text(rollout, prompts[i], tokenizer) for rollout in drawn[i]] for i in sorted(drawn)]
 
 

@@ -87,7 +87,7 @@ def distill(argv: list[str]) -> None:
             chunk = prompts[start : start + CHUNK]
             share = len(chunk) / len(prompts)
             mine = {i: chunk[i] for i in range(ranks.rank, len(chunk), ranks.size)}
-            groups, _ = draw_groups(
+            groups = draw_groups(
                 engine, source.start(mine, config.num_generations),
                 dataclasses.replace(sampling, seed=config.seed + start),
                 progress=lambda done, share=share: progress(done * share), ranks=ranks,

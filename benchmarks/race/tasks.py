@@ -15,7 +15,7 @@ SMOLLM2 = os.environ.get("FASTGRPO_SMOLLM2", "models/smollm2-135m")
 # Stated, because the defaults of the trainers differ.
 COMMON = {
     "loss_type": "dapo", "scale_rewards": "group", "epsilon": 0.2, "temperature": 1.0, "num_iterations": 1,
-    "weight_decay": 0.0, "max_grad_norm": 1.0, "lr_scheduler_type": "constant_with_warmup", "num_generations": 8,
+    "weight_decay": 0.0, "max_grad_norm": 1.0, "lr_scheduler_type": "cosine", "num_generations": 8,
 }  # fmt: skip
 
 

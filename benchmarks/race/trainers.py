@@ -68,10 +68,10 @@ def entry(variant: str, task: str, path: str, folder: str, seed: int) -> Entry:
     race, how = TASKS[task], {"output_dir": f"{folder}/run", "seed": seed}
     rows = race.rows(seed)[0]
     if variant == "fastgrpo":
-        trainer = our_trainer(race, path, rows, max_steps=10_000, updates_per_rollout=race.updates, **how)
+        trainer = our_trainer(race, path, rows, max_steps=race.steps, updates_per_rollout=race.updates, **how)
         step = trainer.step
     else:
-        settings = trl_settings(variant, race, race.updates) | how
+        settings = trl_settings(variant, race, race.updates) | how | {"max_steps": race.steps * race.updates}
         update, trainer = stepwise.trl_trainer(path, race.rewards, rows, adapt=adapt(variant), **settings)
 
         def step() -> None:

@@ -297,6 +297,12 @@ class RolloutConfig:
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
     """Start N times as many groups as a step needs, and cancel the slowest. This favours short completions. 1 turns it
     off."""
+    max_staleness: Size = 0
+    """With rollout_backend=vllm, generate completions during updates, with weights at most N steps old. 0 generates
+    them between updates, with the newest weights."""
+    staleness_policy: Literal["wait", "continue"] = "wait"
+    """When vLLM servers get new weights, let them finish what they generate first (wait), or continue it with the new
+    weights (continue)."""
 
 
 @settings_class

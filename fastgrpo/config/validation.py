@@ -23,8 +23,9 @@ ONLY_WHERE = {
     ),
     "rollout_backend is vllm": (
         lambda s: s.rollout_backend == "vllm",
-        "vllm_server_base_url vllm_server_timeout vllm_weights_dir",
+        "vllm_server_base_url vllm_server_timeout vllm_weights_dir max_staleness",
     ),
+    "max_staleness is above 0": (lambda s: s.max_staleness > 0, "staleness_policy"),
     "use_peft is True": (lambda s: s.use_peft, "lora_r lora_alpha lora_target_modules"),
     "max_steps is -1 (the recipe of a task may set max_steps: pass --max_steps -1)": (
         lambda s: s.max_steps == -1,
@@ -62,7 +63,7 @@ quiet log_completions num_completions_to_print output_dir overwrite_output_dir
 logging_steps logging_first_step disable_tqdm eval_steps eval_on_start save_steps save_total_limit
 metric_for_best_model greater_is_better resume_from_checkpoint profile report_to run_name project
 push_to_hub serve_port hub_model_id hub_private_repo parallel ddp_timeout activation_offloading
-vllm_server_base_url vllm_server_timeout vllm_weights_dir
+vllm_server_base_url vllm_server_timeout vllm_weights_dir staleness_policy
 """
 # Settings that it may change with a warning: it then does not continue bit for bit.
 RESUME_INEXACT = """
@@ -135,6 +136,14 @@ def _the_backend_can_abort(oversampling_factor, rollout_backend):
 def _servers_sample_without_filters(rollout_backend, top_k, top_p, min_p, repetition_penalty):
     if rollout_backend == "vllm" and (top_k or top_p < 1 or min_p or repetition_penalty != 1):
         raise ValueError(NO_FILTERS)
+
+
+def _old_weights_are_corrected(max_staleness, importance_sampling_mode):
+    if max_staleness and importance_sampling_mode is None:
+        raise ValueError(
+            f"max_staleness={max_staleness} trains on completions of older weights, which needs importance weights; "
+            "set importance_sampling_mode, for example to token_truncate"
+        )
 
 
 def _punishment_fits(soft_punish_cache, max_completion_length):
@@ -276,6 +285,7 @@ RULES = (
     _refills_are_allowed,
     _the_backend_can_abort,
     _servers_sample_without_filters,
+    _old_weights_are_corrected,
     _punishment_fits,
     _adapters_are_their_own_reference,
     _offloaded_layers_are_recomputed,

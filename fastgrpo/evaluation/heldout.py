@@ -147,7 +147,7 @@ def evaluate(
         told = None if progress is None else lambda done: progress(done * share)
         groups = source.start(mine, draws, HELD_OUT)
         with engine.policy.gather():
-            drawn, _ = draw_groups(engine, groups, sampling, progress=told, ranks=ranks)
+            drawn = draw_groups(engine, groups, sampling, progress=told, ranks=ranks)
         result = judge_together(rewards, drawn, prompts, source.tokenizer, trainer_state, ranks=ranks)
         source.finish(groups)
         _measure(result, rewards, draws, prefix, means)

@@ -214,8 +214,7 @@ class Rewards:
         per_function[per_function[:, : self.judges].isnan().all(1), self.judges :] = math.nan
         by_name = [dict(zip(self.names, rewards, strict=True)) for rewards in per_function.tolist()]
         done = [
-            dataclasses.replace(
-                completion,
+            completion.replace(
                 rewards=verdicts,
                 extras={column: values[i] for column, values in extras.items()},
                 # Steps of a function that returned None are dropped too.
@@ -442,8 +441,8 @@ class Judging:
         for i, sample in sorted(pairs, key=lambda pair: pair[0]):
             given = self.prompts[i]
             if sample.prompt_ids is None:
-                sample = dataclasses.replace(sample, prompt_ids=given.ids, prompt=given.prompt)
-            completions.append(dataclasses.replace(sample, columns=given.columns))
+                sample = sample.replace(prompt_ids=given.ids, prompt=given.prompt)
+            completions.append(sample.replace(columns=given.columns))
         return Judged(completions, errors, dict(logged), timeouts)
 
 
@@ -469,4 +468,4 @@ def _sent(completion, prompt):
     # An environment or `rollout_func` may have written another prompt.
     if (completion.prompt_ids, completion.prompt) == (prompt.ids, prompt.prompt):
         own |= {"prompt_ids": None, "prompt": None}
-    return dataclasses.replace(completion, **own)
+    return completion.replace(**own)

@@ -168,8 +168,11 @@ class RolloutBackend(ABC):
     def _stop(self, request):
         """Drop a running request, and return the number of its drawn tokens."""
 
-    def sync(self, ranks: Ranks = ALONE) -> None:  # noqa: B027
-        """Give the policy's weights to samplers that have their own. All ranks call this before each rollout."""
+    def sync(self, ranks: Ranks = ALONE, step: int = 0) -> None:  # noqa: B027
+        """Give the policy's weights to samplers that have their own. All ranks call this before each rollout.
+
+        `step` is the number of steps that the weights have been trained.
+        """
 
     def work_left(self) -> int:
         """Return the maximum number of tokens left in unfinished requests: prompts and completions."""
@@ -239,7 +242,7 @@ class RolloutBackend(ABC):
         if not self.live_lanes:
             return {}
         mean = sum(self.live_lanes) / len(self.live_lanes)
-        return {"rollout/live_mean": mean, "rollout/live_share": mean / max(self.live_lanes)}
+        return {"rollout/live_mean": mean, "rollout/live_share": mean / max(1, *self.live_lanes)}
 
     def generate(
         self,
@@ -279,78 +282,133 @@ class RolloutBackend(ABC):
 
 
 APART = 32  # bits of the number of a group, in the request_id of a completion whose prompt differs from the others
+FIRST = 48  # bits below the number of a drawing, in the request_ids of drawings that are in flight together
+
+
+class Drawing:
+    """The completions of groups in progress on a backend.
+
+    If a group's prompts are equal, they are computed once. A completion with tools is shorter than max_tokens if the
+    context of the model requires it.
+
+    Args:
+        engine: The backend, which gets the requests.
+        groups: The prompts of the completions of each group, by the number of the group.
+        sampling: Sampling parameters.
+        count: How many groups are wanted; the others are aborted when these have finished. None means all.
+        finished: Called with the number and the samples of each wanted group as soon as it has finished.
+        number: Differs from those of other drawings in flight; the draws do not depend on it.
+
+    Attributes:
+        done: The samples of the wanted groups that have finished, by the number of the group.
+        lost: Number of tokens drawn for other groups.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutBackend,
+        groups: Mapping[int, Sequence[Prompt]],
+        sampling: SamplingParams,
+        count: int | None = None,
+        finished: Callable[[int, list[Sample]], object] | None = None,
+        number: int = 0,
+    ):
+        self.engine, self.sampling, self.finished, self.number = engine, sampling, finished, number
+        self.sizes = {i: len(prompts) for i, prompts in groups.items()}
+        self.count = len(groups) if count is None else count
+        self.requests, self.parts, self.done, self.lost = {}, {i: {} for i in groups}, {}, 0
+        try:
+            for i, prompts in groups.items():
+                self._request(i, prompts)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _request(self, i, prompts):
+        """Request the completions of a group: together if their prompts are the same, else one by one."""
+        if prompts[0].dialogue is None:
+            self._add(i, 0, prompts, None)
+            return
+        limits = []
+        for prompt in prompts:
+            context = self.engine.policy.context
+            room = self.sampling.max_tokens if context is None else context - len(prompt.ids)
+            if room < 1:
+                raise ValueError(
+                    f"a prompt has {len(prompt.ids)} tokens with what the environment added, and the model's context "
+                    f"is {context}; shorten what reset returns"
+                )
+            limits.append(min(self.sampling.max_tokens, room))
+        if all(prompt.ids == prompts[0].ids for prompt in prompts):
+            self._add(i, 0, prompts, limits)
+            return
+        for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+            self._add(i, number, [prompt], [limit])
+
+    def _add(self, i, first, prompts, limits):
+        """Request completions of a group, of which the first has this number."""
+        key = i + (first << APART)
+        dialogues = None if limits is None else [prompt.dialogue for prompt in prompts]
+        request_id = key + (self.number << FIRST)
+        self.engine.add_request(
+            prompts[0].ids, len(prompts), self.sampling, request_id=request_id, max_tokens=limits, dialogues=dialogues,
+            draw_key=key,
+        )  # fmt: skip
+        self.requests[request_id] = i, first
+
+    def add(self, outputs: Mapping[int, Sequence[Sample]]) -> None:
+        """Take the completions of this drawing among those that finished in a step of the backend."""
+        for request_id in filter(self.requests.__contains__, outputs):
+            (i, first), samples = self.requests[request_id], outputs[request_id]
+            limited = (_limited(sample, self.sampling, self.engine.policy.context) for sample in samples)
+            self.parts[i] |= dict(enumerate(limited, first))
+            if len(self.parts[i]) == self.sizes[i] and not self.over:
+                self.done[i] = [sample for _, sample in sorted(self.parts.pop(i).items())]
+                if self.finished is not None:
+                    self.finished(i, self.done[i])
+        if self.over:
+            self.abort()
+
+    @property
+    def over(self) -> bool:
+        """Whether all wanted groups have finished."""
+        return len(self.done) == self.count
+
+    def abort(self) -> None:
+        """Drop what is in flight."""
+        self.lost += sum(self.engine.abort_request(request_id) for request_id in self.requests)
+        # Others may have finished in the same step as the last one that was wanted, or in part.
+        self.lost += sum(len(sample.drawn) for part in self.parts.values() for sample in part.values())
+        self.requests, self.parts = {}, {}
 
 
 def draw_groups(
     engine: RolloutBackend,
     groups: Mapping[int, Sequence[Prompt]],
     sampling: SamplingParams,
-    count: int | None = None,
-    finished: Callable[[int, list[Sample]], object] | None = None,
     progress: Callable[[float], object] | None = None,
     ranks: Ranks = ALONE,
-) -> tuple[dict[int, list[Sample]], int]:
-    """Draw a completion of each prompt until `count` groups have finished, and abort the others.
-
-    If a group's prompts are equal, they are computed once. A completion with tools is shorter than max_tokens if
-    the context of the model requires it.
+) -> dict[int, list[Sample]]:
+    """Draw a completion of each prompt.
 
     Args:
         engine: An idle backend.
         groups: The prompts of the completions of each group, by the number of the group.
         sampling: Sampling parameters.
-        count: How many groups are wanted. None means all.
-        finished: Called with the number and the samples of each wanted group as soon as it has finished.
         progress: Called with the share of the work done since the last call.
         ranks: The ranks, which all call this.
 
     Returns:
-        The wanted groups' samples, sorted by group number, and the number of tokens drawn for all others.
+        The samples, sorted by group number.
     """
-    count, parts, done = len(groups) if count is None else count, {i: {} for i in groups}, {}
     engine.sync(ranks)
+    drawing = Drawing(engine, groups, sampling)
     try:
-        for i, prompts in groups.items():
-            _request(engine, i, prompts, sampling)
-        for outputs in engine.run(progress) if count else ():
-            for request_id, samples in outputs.items():
-                i, number = request_id % 2**APART, request_id >> APART
-                parts[i] |= {
-                    number + j: _limited(sample, sampling, engine.policy.context) for j, sample in enumerate(samples)
-                }
-                if len(parts[i]) == len(groups[i]) and len(done) < count:
-                    done[i] = [sample for _, sample in sorted(parts.pop(i).items())]
-                    if finished is not None:
-                        finished(i, done[i])
-            if len(done) == count:
-                break
+        for outputs in engine.run(progress):
+            drawing.add(outputs)
     finally:
-        lost = engine.abort_all()
-    # Others may have finished in the same step as the last one that was wanted, or in part.
-    lost += sum(len(sample.drawn) for part in parts.values() for sample in part.values())
-    return dict(sorted(done.items())), lost
-
-
-def _request(engine, i, prompts, sampling):
-    """Request the completions of a group: together if their prompts are the same, else one by one."""
-    if prompts[0].dialogue is None:
-        engine.add_request(prompts[0].ids, len(prompts), sampling, request_id=i)
-        return
-    limits = []
-    for prompt in prompts:
-        room = sampling.max_tokens if engine.policy.context is None else engine.policy.context - len(prompt.ids)
-        if room < 1:
-            raise ValueError(
-                f"a prompt has {len(prompt.ids)} tokens with what the environment added, and the model's context is "
-                f"{engine.policy.context}; shorten what reset returns"
-            )
-        limits.append(min(sampling.max_tokens, room))
-    if all(prompt.ids == prompts[0].ids for prompt in prompts):
-        dialogues = [prompt.dialogue for prompt in prompts]
-        engine.add_request(prompts[0].ids, len(prompts), sampling, i, limits, dialogues)
-        return
-    for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        engine.add_request(prompt.ids, 1, sampling, i + (number << APART), [limit], [prompt.dialogue])
+        drawing.abort()
+    return dict(sorted(drawing.done.items()))
 
 
 def _limited(sample, sampling, context):
@@ -358,4 +416,4 @@ def _limited(sample, sampling, context):
     if sample.dialogue is None or sample.finish_reason != StopReason.LENGTH or context is None:
         return sample
     shortened = context - len(sample.prompt_ids) < sampling.max_tokens
-    return dataclasses.replace(sample, finish_reason=StopReason.CONTEXT) if shortened else sample
+    return sample.replace(finish_reason=StopReason.CONTEXT) if shortened else sample

@@ -69,6 +69,7 @@ class Lane:
     mask: list[int] = field(default_factory=list)
     logps: list[torch.Tensor] = field(default_factory=list)
     sampler_logps: list[torch.Tensor] = field(default_factory=list)
+    versions: list[torch.Tensor] = field(default_factory=list)
     answer: Future[Turn] | None = None
     sample: Sample | None = None  # set when it has ended
 
@@ -77,12 +78,16 @@ class Lane:
         """How many more tokens it may have."""
         return self.request.limits[self.number] - len(self.ids)
 
-    def draw(self, ids: list[int], logps: torch.Tensor, kept: torch.Tensor | None) -> None:
-        """Add the tokens of `generate` up to the first stop token. Pass the turn to the dialogue, or end."""
+    def draw(
+        self, ids: list[int], logps: torch.Tensor, kept: torch.Tensor | None, versions: torch.Tensor | None = None
+    ) -> None:
+        """Add drawn tokens up to the first stop token. Pass the turn to the dialogue, or end."""
         stops = [t for t, token in enumerate(ids[: self.left]) if token in self.request.sampling.stop_token_ids]
         n = stops[0] + 1 if stops else min(self.left, len(ids))
         self.ids, self.mask = self.ids + ids[:n], self.mask + [1] * n
         self.logps.append(logps[:n])
+        if versions is not None:
+            self.versions.append(versions[:n])
         if kept is not None:
             self.sampler_logps.append(logps[:n] - kept[:n].log())  # log q = log p - log kept
         if stops and self.request.dialogues:
@@ -107,6 +112,7 @@ class Lane:
             self.request.prompt_ids, self.ids, logps=logps,
             sampler_logps=torch.cat(self.sampler_logps) if self.sampler_logps else logps,
             finish_reason=reason, tool_mask=None if all(self.mask) else self.mask, dialogue=dialogue,
+            versions=torch.cat(self.versions) if self.versions else None,
         )  # fmt: skip
 
 

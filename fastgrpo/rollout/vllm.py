@@ -5,7 +5,13 @@ the server with the fewest completions. A server that fails is left out, and its
 is retried before the next rollout, or when no other server is left.
 
 Before a rollout, if the policy has changed, rank 0 writes its weights to a new folder, which every server loads. A
-`Probe` then compares the log-probs of each server with the policy's. Each rank sends its own requests. The servers run
+`Probe` then compares the log-probs of each server with the policy's. Each rank sends its own requests.
+
+If requests of asynchronous rollouts are in flight, a server gets no new ones until it has loaded the weights. By
+`staleness_policy`, it first ends those in flight ("wait"), or pauses them and goes on with the new weights
+("continue"). Their tokens are used only after the probe.
+
+The servers run
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL --enable-scale-out \
       --logprobs-mode processed_logprobs --worker-extension-cls fastgrpo.integrations.vllm.LoadPolicy
@@ -22,7 +28,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +72,8 @@ class Server:
         client: Its connections.
         completions: Number of completions that it is generating.
         version: Name of its weights; None if unknown.
+        proven: Names of the weights that it had when a probe passed.
+        loading: Whether it is loading weights, and gets no requests.
         problem: Why it is left out, or None.
     """
 
@@ -73,6 +81,8 @@ class Server:
     client: httpx.AsyncClient
     completions: int = 0
     version: str | None = None
+    proven: set[str] = field(default_factory=set)
+    loading: bool = False
     problem: str | None = "not tried"
 
     async def call(self, method: str, route: str, timeout: float | None = None, /, **body: Any) -> Any:
@@ -157,6 +167,7 @@ class VLLMBackend(RolloutBackend):
         base_urls: Addresses of the servers.
         timeout: Seconds to wait while no server answers.
         weights_dir: Folder for the weights, which the servers can read. None means the one for temporary files.
+        staleness_policy: What happens to requests in flight when weights are sent: "wait" or "continue".
 
     Raises:
         ValueError: A server has another version or other options than needed.
@@ -165,7 +176,7 @@ class VLLMBackend(RolloutBackend):
 
     def __init__(
         self, model: Any, max_num_seqs: int | None = None, *, base_urls: Sequence[str], timeout: float = 240.0,
-        weights_dir: str | Path | None = None,
+        weights_dir: str | Path | None = None, staleness_policy: str = "wait",
     ):  # fmt: skip
         super().__init__(model, max_num_seqs)
         if wrong := [url for url in base_urls if not url.startswith(("http://", "https://"))]:
@@ -173,6 +184,9 @@ class VLLMBackend(RolloutBackend):
         self.timeout, self.probe = timeout, Probe(self.policy)
         self.weights_dir, self.folder, self.written = weights_dir, None, 0  # the folder of rank 0, and of its weights
         self.version = self.path = None  # name and folder of the newest weights
+        self.staleness_policy, self.step_now = staleness_policy, 0
+        self.steps = {}  # name of weights -> number of steps that they were trained
+        self.loading = None  # the future of the loads in progress
         self.running, self.flying = {}, {}  # request_id -> its lanes; future of a reply or an answer -> its lanes
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request
         transformers_logging.disable_progress_bar()  # of each file of weights
@@ -184,7 +198,8 @@ class VLLMBackend(RolloutBackend):
         options = {"timeout": None, "limits": httpx.Limits(max_connections=None)}
         self.servers = [Server(url, httpx.AsyncClient(base_url=url, **options)) for url in base_urls]
         weakref.finalize(self, _end, self.loop, [server.client for server in self.servers])
-        self.reviving = asyncio.Lock()
+        self.reviving, self.changed = asyncio.Lock(), asyncio.Event()
+        self.drawing, self.idle, self.idle_since = 0, 0.0, time.monotonic()  # requests at servers; seconds without
         self._wait(self._until_timeout(self._inspect, *self.servers))
 
     @classmethod
@@ -192,7 +207,7 @@ class VLLMBackend(RolloutBackend):
         """Create the backend from settings."""
         return cls(
             policy, config.max_num_seqs, base_urls=config.vllm_server_base_url, timeout=config.vllm_server_timeout,
-            weights_dir=config.vllm_weights_dir,
+            weights_dir=config.vllm_weights_dir, staleness_policy=getattr(config, "staleness_policy", "wait"),
         )  # fmt: skip
 
     def _wait(self, work: Awaitable) -> Any:
@@ -205,8 +220,8 @@ class VLLMBackend(RolloutBackend):
 
     # Completions.
 
-    def step(self) -> dict[int, list[Sample]]:
-        """Send waiting requests, and wait for the next reply of a server or answer of a tool."""
+    def step(self, timeout: float | None = None) -> dict[int, list[Sample]]:
+        """Send waiting requests, and wait for the next reply of a server or answer of a tool, at most `timeout` s."""
         if not self.unfinished:
             return {}
         busy = sum(map(len, self.running.values()))
@@ -219,7 +234,7 @@ class VLLMBackend(RolloutBackend):
             for part in [lanes] if together else [[lane] for lane in lanes]:
                 self._send(part)
         self.live_lanes.append(busy)
-        done, _ = wait([*self.flying], return_when=FIRST_COMPLETED)
+        done, _ = wait([*self.flying], timeout, return_when=FIRST_COMPLETED)
         for future in done:
             self._receive(future, self.flying.pop(future))
         ended = [number for number, lanes in self.running.items() if all(lane.sample for lane in lanes)]
@@ -250,7 +265,9 @@ class VLLMBackend(RolloutBackend):
         else:
             for lane, choice in zip(lanes, future.result(), strict=True):
                 logps = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
-                lane.draw(choice["token_ids"], logps, None)
+                parts = choice["weight_versions"]
+                versions = [self.steps[part["version"]] for part in parts for _ in range(part["start"], part["end"])]
+                lane.draw(choice["token_ids"], logps, None, torch.tensor(versions))
         for lane in lanes:
             if lane.answer is not None:
                 self.flying[lane.answer] = [lane]
@@ -273,12 +290,17 @@ class VLLMBackend(RolloutBackend):
         count = body["sampling_params"]["n"]
         for _ in range(TRIES + len(self.servers)):
             server = await self._choose()
+            expected = {server.version}
             server.completions += count
+            self._count(1)
             try:
                 choices = (await server.call("POST", GENERATE, **body))["choices"]
                 versions = {part["version"] for choice in choices for part in choice["weight_versions"]}
-                if versions != {self.version}:  # it was started again
-                    raise ServerFailed(f"it drew with the weights {versions}, not {self.version}")
+                if self.staleness_policy == "continue":
+                    await self._until(lambda server=server: not server.loading)
+                    expected = server.proven
+                if not versions <= expected:  # it was started again, or the probe failed
+                    raise ServerFailed(f"it drew with the weights {versions}, not {expected}")
                 self._check_lengths(server, choices, body["sampling_params"])
                 return sorted(choices, key=lambda choice: choice["index"])
             except (ServerFailed, Refused) as error:
@@ -288,7 +310,28 @@ class VLLMBackend(RolloutBackend):
                 self._leave_out(server, error)
             finally:
                 server.completions -= count
+                self._count(-1)
+                self.changed.set()
         raise ConnectionError(f"servers failed again and again at the same request; the last one: {server.problem}")
+
+    def _count(self, change):
+        """Count the requests at servers, and the seconds without any."""
+        now = time.monotonic()
+        if not self.drawing:
+            self.idle += now - self.idle_since
+        self.drawing, self.idle_since = self.drawing + change, now
+
+    def metrics(self) -> dict[str, float]:
+        """Return the base class's metrics, and `sampler/idle_s`, the seconds without a request, since the last call."""
+        self.live_lanes = self.live_lanes or [sum(map(len, self.running.values()))]
+        values, self.live_lanes = super().metrics(), []
+
+        async def idle():
+            self._count(0)
+            seconds, self.idle = self.idle, 0.0
+            return seconds
+
+        return values | {"sampler/idle_s": self._wait(idle())}
 
     @staticmethod
     def _check_lengths(server, choices, sampling):
@@ -338,17 +381,33 @@ class VLLMBackend(RolloutBackend):
             logger.warning("the vLLM server %s is left out: %s", server.url, error)
         server.problem, server.version = str(error), None
 
+    async def _until(self, condition):
+        """Wait until a condition of the servers holds; `changed` is set when one of them has changed."""
+        while not condition():
+            self.changed.clear()
+            await self.changed.wait()
+
     async def _choose(self):
-        """Return the server with the fewest completions. If all are left out, wait for one."""
-        async with self.reviving:
-            if all(server.problem for server in self.servers):
-                await self._until_timeout(self._load, *self.servers)
-        return min((s for s in self.servers if s.problem is None), key=lambda server: server.completions)
+        """Return the server with the fewest completions. If all are loading or left out, wait for one."""
+
+        def free():
+            return [server for server in self.servers if not (server.problem or server.loading)]
+
+        while not free():
+            await self._until(lambda: free() or not any(server.loading for server in self.servers))
+            async with self.reviving:
+                if not free() and not any(server.loading for server in self.servers):
+                    await self._until_timeout(self._load, *self.servers)
+        return min(free(), key=lambda server: server.completions)
 
     @torch.no_grad()
-    def sync(self, ranks: Ranks = ALONE) -> None:
-        """On rank 0, let servers with other weights load the policy's weights, and compare log-probs."""
-        changed = self.probe.update()
+    def sync(self, ranks: Ranks = ALONE, step: int = 0) -> None:
+        """On rank 0, let servers with other weights load the policy's weights, and compare log-probs.
+
+        While requests are in flight, this returns before the servers have loaded the weights.
+        """
+        self._end_loading()
+        changed, self.step_now = self.probe.update(), step
 
         def published():
             if self.version is None:  # the first load has to show that loads have an effect
@@ -358,6 +417,7 @@ class VLLMBackend(RolloutBackend):
 
         told = together(ranks, published if ranks.lead else lambda: None, "the weights of the vLLM servers")
         self.version, self.path, problems = told[0]
+        self.steps[self.version] = step
         if not ranks.lead:
             for server, problem in zip(self.servers, problems, strict=True):
                 server.problem, server.version = problem, None if problem else self.version
@@ -370,14 +430,23 @@ class VLLMBackend(RolloutBackend):
             root.chmod(0o755)  # the servers may run as another user
             self.written += 1
             self.version, self.path = f"{root.name}-{self.written}", str(root / str(self.written))
+            self.steps[self.version] = self.step_now
             if has_adapters(module):
                 merged(module).save_pretrained(self.path)
             else:
                 module.save_pretrained(self.path, state_dict=dict(self.policy.whole_parameters()))
             if before is not None:
                 shutil.rmtree(before, ignore_errors=True)
-        self._wait(self._load_all(changed))
+        self.loading = asyncio.run_coroutine_threadsafe(self._load_all(changed), self.loop)
+        if not self.flying:
+            self._end_loading()
         return self.version, self.path, [server.problem for server in self.servers]
+
+    def _end_loading(self):
+        """Wait until the servers have loaded the last weights."""
+        loading, self.loading = self.loading, None
+        if loading is not None:
+            loading.result()
 
     async def _load_all(self, changed):
         """Load the weights on all servers; if they have not changed, leave out those that failed."""
@@ -392,9 +461,31 @@ class VLLMBackend(RolloutBackend):
 
     async def _load(self, server):
         """Let a server load the newest weights, and prove that it has them."""
-        if server.version != self.version:
-            await self._inspect(server)
+        try:
+            if server.version != self.version:
+                server.loading = True
+                await self._replace_weights(server)
+            server.version, server.problem = self.version, None
+        except ValueError as error:  # it refused them, or has others
+            server.problem = str(error)
+            raise
+        finally:
+            server.loading = False
+            self.changed.set()
+
+    async def _replace_weights(self, server):
+        """End or pause what a server draws, let it load the newest weights, and compare log-probs."""
+        pausing = self.staleness_policy == "continue" and server.completions > 0
+        if not pausing:
+            await self._until(lambda: server.completions == 0)
+        await self._inspect(server)
+        if pausing:
+            await server.call("POST", "/pause?mode=keep")
+        try:
             await server.call("POST", "/collective_rpc", method="load_policy", args=[self.path])
             await server.call("POST", "/update_weight_version", new_version=self.version)
-            self.probe.check(await server.score(self.probe.ids), f"the vLLM server {server.url}")
-        server.version, server.problem = self.version, None
+        finally:
+            if pausing:
+                await server.call("POST", "/resume")
+        self.probe.check(await server.score(self.probe.ids), f"the vLLM server {server.url}")
+        server.proven.add(self.version)

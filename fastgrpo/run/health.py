@@ -106,11 +106,11 @@ CHECKS = (
     ),
     Check(
         "log-probs apart",
-        lambda v, args: v["rollout/logp_gap"] > 0.05,
+        lambda v, args: v["sampler/logp_gap_mean"] > 0.05 and not args.max_staleness,
         3,
         "warning: in each of the last 3 steps the log-probs of the sampler and of the trainer differed by more than "
-        "0.05 nats on average (rollout/logp_gap), so the completions come from another policy than the one that is "
-        "trained. Try --dtype float32",
+        "0.05 nats on average (sampler/logp_gap_mean), so the completions come from another policy than the one that "
+        "is trained. Try --dtype float32",
     ),
     Check(
         "always clipped",

@@ -73,7 +73,11 @@ METRICS = {
     "rollout/share": "share of the step's time that generation took",
     "rollout/live_mean": "mean number of lanes (completions in flight) over the decoding steps of a rollout",
     "rollout/live_share": "rollout/live_mean as a share of the largest number of lanes: how full the device was kept",
-    "rollout/logp_gap_max": "largest absolute difference of the sampler's and the trainer's log-prob of a token, nats",
+    "sampler/logp_gap_max": "largest absolute difference of the sampler's and the trainer's log-prob of a token, nats",
+    "sampler/version_min": "fewest steps of training of the weights that drew a token of the step",
+    "sampler/version_max": "most steps of training of the weights that drew a token of the step",
+    "sampler/staleness_{k}": "share of drawn tokens whose weights were k steps old; with --max_staleness",
+    "sampler/idle_s": "seconds without a request at vLLM servers; the trainer waits for them during time/rollout",
     "sampling/importance_sampling_ratio/min": "smallest importance weight of policy to sampler over active "
     "tokens, with --importance_sampling_mode",
     "sampling/importance_sampling_ratio/mean": "mean importance weight over active tokens, after truncation or mask",
@@ -81,8 +85,9 @@ METRICS = {
     "sampling/sampling_logp_difference/mean": "mean absolute difference of log-probs between old policy and "
     "sampler, nats",
     "sampling/sampling_logp_difference/max": "largest such difference, nats",
-    "rollout/logp_gap": "mean absolute difference of the sampler's and the trainer's log-probs of active tokens, nats",
-    "rollout/kl": "KL divergence (k3 estimate) from the sampler to the trainer's policy, nats per active token",
+    "sampler/logp_gap_mean": "mean absolute difference of the sampler's and the trainer's log-probs of active tokens, "
+    "nats",
+    "sampler/kl": "KL divergence (k3 estimate) from the sampler to the trainer's policy, nats per active token",
     "head/kept_columns": "share of the vocabulary over which the head's backward pass runs, with "
     "--head_backward_tolerance",
     "head/dropped_mass": "largest share of the probability besides the drawn token that the gradient of a token "
@@ -194,7 +199,9 @@ _REDUCED = {
     "completions/min_terminated_length": min,
     "completions/max_terminated_length": max,
     "skipped_updates": sum,
-    "rollout/logp_gap_max": max,
+    "sampler/logp_gap_max": max,
+    "sampler/version_min": min,
+    "sampler/version_max": max,
     "sampling/importance_sampling_ratio/min": min,
     "sampling/importance_sampling_ratio/max": max,
     "sampling/sampling_logp_difference/max": max,

@@ -5,6 +5,7 @@
     optimizer.pt         fp32 masters, AdamW's moments, the schedule
     rng.pt               the generators of Python, NumPy, torch and every CUDA device
     reference.pt         the reference's own state: its weights if it follows the policy
+    rollouts.pt          completions of asynchronous rollouts that no step has trained on
     trainer_state.json   step, epoch, tokens, accuracies, the source's cursor, the best checkpoint, the settings, and
                          the place in metrics.jsonl and samples.jsonl with what is not yet logged
 
@@ -274,7 +275,10 @@ def _map(function, tree):
 
 
 # rng.pt comes last, because nothing may draw from the generators after they are restored.
-FILES = {"optimizer.pt": ("optimizer", "schedule"), "reference.pt": ("reference",), "rng.pt": ("rng",)}
+FILES = {
+    "optimizer.pt": ("optimizer", "schedule"), "reference.pt": ("reference",), "rollouts.pt": ("ahead",),
+    "rng.pt": ("rng",),
+}  # fmt: skip
 VALUES = f"{SHARDS}/values.pt"
 LOG = "log"  # the part that truncates files when it is restored
 PROGRESS = "progress"  # the part at the top level of trainer_state.json, as in transformers

@@ -10,6 +10,8 @@ groups than are wanted and aborts those that finish last, which favours prompts 
 The metrics cover all groups that finished, dropped or not, because the kept groups are chosen by their rewards. Aborted
 groups count only in the metrics of oversampling.
 
+With max_staleness, batches are begun steps ahead, see `ahead.py`.
+
 Shapes: S samples, those of a prompt side by side, G samples a group; F reward functions.
 """
 
@@ -32,13 +34,14 @@ from fastgrpo.policy.fit import check_prompts
 from fastgrpo.policy.model import Policy
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Judging, Rewards, reward_matrix
-from fastgrpo.rollout.backend import RolloutBackend, draw_groups
+from fastgrpo.rollout.backend import Drawing, RolloutBackend
 from fastgrpo.rollout.sampling import SamplingParams, integers
 from fastgrpo.run.log import RunLog
 from fastgrpo.run.metrics import SAMPLE_COLUMNS
 from fastgrpo.run.profiling import StageTimer
 from fastgrpo.run.resume import digest_of_rows
 from fastgrpo.tools.prompts import Prompts
+from fastgrpo.trainer.ahead import Ahead, Batch
 
 # The distance between the seeds of two batches of one step. torch's CPU generator reads 32 bits of a seed. Modulo
 # 2**32, the multiples of the golden ratio stay far from one another, and so from the seeds of the next steps.
@@ -64,6 +67,7 @@ class Collector:
         self.sampling, self.args, self.timer, self.ranks = sampling, args, timer, ranks
         self.rollout_func = rollout_func
         self.stepped = False  # whether any function has logged step rewards
+        self.ahead = Ahead(engine)
 
     def __call__(self, state: TrainerState) -> tuple[list[Sample], dict[str, float]]:
         """Generate groups until prompts_per_step of them teach something, and choose the groups of the step.
@@ -77,7 +81,8 @@ class Collector:
         for batch in range(args.dynamic_sampling or 1):
             wanted = args.prompts_per_step - sum(teaching)
             taken += args.oversampled(wanted)
-            judged, measured, lost_now, turns = self._draw(state, batch, wanted)
+            drawn = self._begin(state, state.global_step, batch, wanted) if batch else self._of_step(state)
+            judged, measured, lost_now, turns = self._finish(drawn)
             live.append(measured)
             lost += lost_now
             for of_rank in turns:
@@ -96,7 +101,7 @@ class Collector:
             if sum(teaching) == args.prompts_per_step:
                 break
         columns = dict.fromkeys(chain.from_iterable(s.extras for s in samples))  # None where a batch logged no such
-        samples = [dataclasses.replace(s, extras=columns | s.extras) for s in samples]
+        samples = [s.replace(extras=columns | s.extras) for s in samples]
         # Take the earliest groups that teach, then the earliest dropped ones, and keep them in the order of their draw.
         chosen = sorted(sorted(range(len(teaching)), key=lambda i: not teaching[i])[: args.prompts_per_step])
         trained = [i for group in chosen for i in range(group * size, (group + 1) * size)]
@@ -104,10 +109,11 @@ class Collector:
         if len(live) > 1:  # the scale of advantages is that of the trained groups, which come from several batches
             of_step = with_advantages(of_step, self.rewards, args)
         for i, sample in zip(trained, of_step, strict=True):
-            samples[i] = dataclasses.replace(sample, trained=True)
+            samples[i] = sample.replace(trained=True)
         state.count(taken, sum(map(len, samples)) + lost, of=len(self.source))
         metrics = dict(counts) | {name: sum(values) / len(values) for name, values in logged.items()}
         metrics |= length_metrics(samples) | self.prompts.metrics(samples) | _means(live)
+        metrics |= version_metrics(of_step, state.global_step, args.max_staleness)
         metrics |= reward_metrics(samples, self.rewards.total(reward_matrix(samples)), spread)
         if args.dynamic_sampling:
             metrics |= {
@@ -122,10 +128,27 @@ class Collector:
             }
         return samples, metrics
 
-    def _draw(self, state, batch, count):
-        """Draw and judge one batch of `count` groups: what was judged and measured, tokens aborted, turns by rank."""
-        taken = self.args.oversampled(count)
+    def _of_step(self, state):
+        """Begin the batches up to `max_staleness` steps ahead, and return the batch of this step."""
+        ahead, step = self.ahead.batches, state.global_step
+        while self.ahead.saved:
+            saved = self.ahead.saved[0]
+            ahead.append(self._begin(state, saved["step"], 0, self.args.prompts_per_step, saved))
+            self.ahead.saved.pop(0)
+        last = min(step + self.args.max_staleness, max(state.max_steps - 1, step))
+        for further in range(step + len(ahead), last + 1):
+            ahead.append(self._begin(state, further, 0, self.args.prompts_per_step))
+        return ahead.popleft()
+
+    def _begin(self, state, step, batch, count, saved=None):
+        """Begin to draw and judge one batch of `count` groups, except those that a checkpoint has."""
+        taken, place = self.args.oversampled(count), self.source.state_dict()
+        if saved is not None:
+            self.source.load_state_dict(saved["place"])
         rows = list(self.source.take(taken))
+        if saved is not None:
+            self.source.load_state_dict(place)
+            place = saved["place"]
         if len(rows) != taken:  # the rollout would wait for the groups that are missing
             raise ValueError(
                 f"the source of training rows ({type(self.source).__name__}) gave {len(rows)} rows for take({taken}); "
@@ -133,25 +156,41 @@ class Collector:
             )
         prompts = [self.prompts(row) for row in rows]
         check_prompts(prompts, self.engine.policy, self.args.max_completion_length)
-        seed = self.args.seed * 1_000_003 + state.global_step + batch * BATCH_STRIDE
+        seed = self.args.seed * 1_000_003 + step + batch * BATCH_STRIDE
         # Each batch begins at another rank, so that the few prompts of refills do not all fall to the same one.
         mine = [i for i in range(taken) if (i + batch) % self.ranks.size == self.ranks.rank]
-        wanted = sum(i < count for i in mine)
         judging = Judging(self.rewards, prompts, self.prompts.tokenizer, state, self.ranks)
+        drawn = Batch(step, place, rows, judging)
+        for i, samples in (saved["finished"] if saved else {}).items():
+            drawn.restored[i] = [Sample(prompt_ids=prompts[i].ids, **values) for values in samples]
+            judging.add(i, drawn.restored[i])
+        wanted = sum(i < count for i in mine) - len(drawn.restored)
+        left = [i for i in mine if i not in drawn.restored] if wanted else []
         with self.timer.stage("rollout"):
-            place = state.global_step, batch
-            groups = self.prompts.start({i: prompts[i] for i in mine}, self.args.num_generations, *place)
+            drawn.groups = self.prompts.start({i: prompts[i] for i in left}, self.args.num_generations, step, batch)
+            if self.rollout_func is None:
+                sampling = dataclasses.replace(self.sampling, seed=seed)
+                with self.engine.policy.gather():
+                    self.engine.sync(self.ranks, state.global_step)
+                    drawn.drawing = Drawing(self.engine, drawn.groups, sampling, wanted, judging.add, step % 2**14)
+        return drawn
+
+    def _finish(self, drawn):
+        """Wait for a batch: what was judged and measured, tokens aborted, turns by rank."""
+        lost, judging = 0, drawn.judging
+        with self.timer.stage("rollout"):
             with self.engine.policy.gather():
-                if self.rollout_func is not None:
-                    lost = 0
+                if drawn.drawing is None:
                     stop_ids = self.sampling.stop_token_ids
-                    for i, samples in rolled_out(self.rollout_func, groups, stop_ids, self.engine.policy).items():
+                    own = rolled_out(self.rollout_func, drawn.groups, stop_ids, self.engine.policy)
+                    for i, samples in own.items():
                         judging.add(i, samples)
                 else:
-                    sampling = dataclasses.replace(self.sampling, seed=seed)
-                    _, lost = draw_groups(self.engine, groups, sampling, wanted, judging.add, ranks=self.ranks)
+                    self.ahead.wait(drawn)
+                    lost = drawn.drawing.lost
             # All ranks wait for the slowest here, so that the time of the stage is that of the whole rollout.
-            told = self.engine.metrics() if wanted else {}, lost, digest_of_rows(rows), self.prompts.turns()
+            measured = self.engine.metrics() if drawn.groups else {}
+            told = measured, lost, digest_of_rows(drawn.rows), self.prompts.turns()
             live, lost, digests, turns = zip(*self.ranks.gather(told, "what the rollouts measured"), strict=True)
         if len({*digests}) > 1:
             raise ValueError(
@@ -160,7 +199,7 @@ class Collector:
             )
         with self.timer.stage("reward"):
             judged = judging.result()
-            self.prompts.finish(groups)
+            self.prompts.finish(drawn.groups)
         self._need_steps(judged)
         return judged, _means(list(filter(None, live))), sum(lost), turns
 
@@ -277,7 +316,7 @@ def with_advantages(
             clip=None if stepped else args.advantage_clip,
         )
     done = [
-        dataclasses.replace(sample, advantage=advantage, masked=args.mask_truncated_completions and sample.truncated)
+        sample.replace(advantage=advantage, masked=args.mask_truncated_completions and sample.truncated)
         for sample, advantage in zip(samples, advantages.tolist(), strict=True)
     ]
     return _with_steps(done, stepped, rewards, args, size) if stepped else done
@@ -306,7 +345,7 @@ def _with_steps(samples, stepped, rewards, args, size):
         p if s.tool_mask is None else p[torch.tensor(s.tool_mask) > 0] for s, p in zip(samples, parts, strict=True)
     ]
     return [
-        dataclasses.replace(sample, advantage=part.mean().item(), token_advantages=part.float())
+        sample.replace(advantage=part.mean().item(), token_advantages=part.float())
         for sample, part in zip(samples, drawn, strict=True)
     ]
 
@@ -340,6 +379,16 @@ def reward_metrics(samples: Sequence[Sample], totals: torch.Tensor, spread: Sequ
 
 def _mean_size(of_tokens):
     return of_tokens.double().abs().mean().item()
+
+
+def version_metrics(samples: Sequence[Sample], step: int, max_staleness: int) -> dict[str, float]:
+    """Measure how many steps the weights had been trained that drew the tokens of a step, and how old they are now."""
+    given = [sample.versions for sample in samples if sample.versions is not None]
+    versions = torch.cat(given) if given else torch.tensor([step])
+    metrics = {"sampler/version_min": versions.min().item(), "sampler/version_max": versions.max().item()}
+    for age in range(max_staleness + 1) if max_staleness else ():
+        metrics[f"sampler/staleness_{age}"] = (versions == step - age).double().mean().item()
+    return metrics
 
 
 def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -384,7 +433,7 @@ def log_samples(
     }
     for known in ranks.gather(mine, "the ratios of the samples that are logged"):
         for i, (ratios, clipped) in known.items():
-            samples[i] = dataclasses.replace(samples[i], ratios=ratios, clipped=clipped)
+            samples[i] = samples[i].replace(ratios=ratios, clipped=clipped)
     if ranks.lead:
         spans = [(group, samples[group * size : (group + 1) * size]) for group in groups]
         rows = [row for group, of_group in spans for row in sample_rows(step, group, of_group, text)]

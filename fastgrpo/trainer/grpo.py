@@ -7,12 +7,13 @@ Supervised training (`supervised.py`) uses the same loop with its own collect an
 """
 
 import dataclasses
+import gc
 import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -57,6 +58,19 @@ from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Learner, get_of
 
 logger = logging.getLogger(__name__)
 Reward = Callable | PreTrainedModel | str
+# Largest mean difference in nats of the log-probs of the sampler and of the trainer, by dtype.
+SAMPLER_GAP = {torch.float32: 1e-2, torch.float16: 1e-1, torch.bfloat16: 1e-1}
+
+
+@contextmanager
+def seldom_collected() -> Iterator[None]:
+    """Let Python search for cyclic garbage less often: by default, it takes a tenth of a short step."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 class GRPOTrainer:
@@ -264,7 +278,8 @@ class GRPOTrainer:
             )
         longest = max(1024, 2 * self.args.max_completion_length)
         live = LiveServer(self.policy.for_rollouts, self.tokenizer, self.args.serve_port, longest, self._bytes_to_come)
-        self.engine.after_step, self.learner.live = live.turn, live
+        self.engine.after_step = self.learner.after_backward = live.turn
+        self.learner.after_update = live.updated
         return live
 
     def _bytes_to_come(self):
@@ -284,6 +299,13 @@ class GRPOTrainer:
             self.source, self.prompts, self.engine, self.rewards, self.sampling, args, self.timer, self.ranks,
             rollout_func,
         )  # fmt: skip
+        self.ahead = self.collector.ahead
+        if args.max_staleness:
+            if self.ranks.size > 1 or self.policy.lockstep or rollout_func is not None:
+                raise ValueError(
+                    "max_staleness works in a single process with --parallel ddp and without rollout_func; set it to 0"
+                )
+            self.learner.after_backward = self.ahead.poll
         self.reference = make_reference(
             self.policy, args.beta, device="cpu" if args.ref_storage == "cpu" else None,
             quantization=None if args.ref_storage == "cpu" else args.ref_storage, moving=args.sync_ref_model,
@@ -297,6 +319,8 @@ class GRPOTrainer:
             entropy=self.entropy, backward_tolerance=args.head_backward_tolerance,
             corrects_sampler=args.importance_sampling_mode is not None,
             router_aux_loss_coef=self.policy.router_coefficient(args.router_aux_loss_coef),
+            # Log-probs of rollout_func may be approximate, and those of older weights differ.
+            largest_gap=math.inf if self.rollout_func or args.max_staleness else SAMPLER_GAP[self.policy.dtype],
         )  # fmt: skip
 
     def _advice(self):
@@ -374,7 +398,8 @@ class GRPOTrainer:
 
     def _own_parts(self):
         collector = self.collector if self.args.process_rewards == "token" else None
-        return {"reference": self.reference, "entropy": self.entropy, "experience": collector}
+        ahead = self.ahead if self.args.max_staleness else None
+        return {"reference": self.reference, "entropy": self.entropy, "experience": collector, "ahead": ahead}
 
     def about(self) -> dict[str, Any]:
         """Return the command, data, model and settings, which are compared when a run resumes."""
@@ -410,7 +435,7 @@ class GRPOTrainer:
         """
         self._resume_from(resume_from_checkpoint)
         with StopSignals(self.ranks) as stop, self.log, self.rewards or nullcontext(), self.live or nullcontext():
-            with self.checkpoints:
+            with self.checkpoints, closing(self.ahead):
                 stopped_after = self._run(stop)
             if stopped_after is None:
                 self.log.terminal.close_bar()
@@ -491,7 +516,7 @@ class GRPOTrainer:
         self.log.folder.check()
         started = time.perf_counter()
         self.timer.start()
-        with self.ranks.waiting(f"step {self.state.global_step + 1}"):
+        with seldom_collected(), self.ranks.waiting(f"step {self.state.global_step + 1}"):
             samples, collected = self.collect()
             samples, updated = self.update(samples)
             values = self.report(samples, updated | collected)
@@ -581,6 +606,7 @@ class GRPOTrainer:
             self.sampling, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=0.0,
             repetition_penalty=1.0, seed=args.seed,
         )  # fmt: skip
+        self.ahead.settle()
         where = f"the evaluation after step {self.state.global_step}"
         with self.log.terminal.share("evaluate") as progress, self.ranks.waiting(where):
             result = evaluate(

@@ -25,6 +25,7 @@ from fastgrpo.policy.ref_model import Scoring, score
 from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.run.curves import SUPERVISED_PANELS
 from fastgrpo.run.health import MAX_SKIPPED
+from fastgrpo.trainer.ahead import Ahead
 from fastgrpo.trainer.grpo import GRPOTrainer
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 from fastgrpo.trainer.update import Learner
@@ -97,7 +98,8 @@ class SFTTrainer(GRPOTrainer):
         return examples_of(rows, *how)
 
     def _prepare(self):
-        """Create nothing: there is no reference and no collector."""
+        """Create no reference and no collector."""
+        self.ahead = Ahead(self.engine)
 
     def _advice(self):
         return []

@@ -30,7 +30,7 @@ from fastgrpo.run.profiling import StageTimer, update_flops
 from fastgrpo.trainer.optim import MasterAdamW
 
 EXTREMES = {"min": min, "max": max}  # metrics that end in one of these names are not averaged
-LARGEST = ("rollout/logp_gap_max", "head/dropped_mass")  # further metrics that are reduced by their maximum
+LARGEST = ("sampler/logp_gap_max", "head/dropped_mass")  # further metrics that are reduced by their maximum
 SUMMED = ("policy_loss", "active_tokens")
 
 
@@ -58,7 +58,7 @@ class Learner:
         self.max_grad_norm = max_grad_norm
         self.dealer = Dealer(max_tokens, share_prompt, ranks, policy.lockstep)
         self.timer, self.ranks = timer or StageTimer(policy.device), ranks
-        self.live = None  # the server of the policy
+        self.after_backward = self.after_update = None  # called after each
 
     @property
     def learning_rate(self) -> float:
@@ -83,15 +83,15 @@ class Learner:
             for loss in self._losses(samples, loss_fn, idle_fn):
                 with self.timer.stage("backward"):
                     loss.backward()
-                if self.live is not None:
-                    self.live.turn()
+                if self.after_backward is not None:
+                    self.after_backward()
                 total = loss.detach() if total is None else total + loss.detach()
             if samples:
                 total = self.optimizer.reduce(self.ranks, total)
             with self.timer.stage("optimizer"):
                 norm = self.optimizer.step(self.max_grad_norm, total)
-            if self.live is not None:
-                self.live.updated()
+            if self.after_update is not None:
+                self.after_update()
         self.schedule.step()
         return norm, total
 
@@ -164,8 +164,8 @@ class Meter:
         if batch.old_logps is None and batch.rollout_logps is not None:
             apart = (out.logps - batch.rollout_logps) * out.active
             gap, kl = apart.abs(), apart.expm1() - apart
-            measured |= {"rollout/logp_gap": gap.sum(), "rollout/logp_gap_max": gap.max(), "first_tokens": tokens}
-            measured["rollout/kl"] = kl.sum()
+            measured |= {"sampler/logp_gap_mean": gap.sum(), "sampler/logp_gap_max": gap.max(), "first_tokens": tokens}
+            measured["sampler/kl"] = kl.sum()
         for name, value in measured.items():
             self.entries[name].append((update, value))
 
@@ -185,7 +185,7 @@ class Meter:
             return values | {"loss": 0.0, "policy_loss": 0.0}
         tokens, first = sum(parts.pop("active_tokens")), sum(parts.pop("first_tokens", []))
         per = {"loss": sum(taken), "policy_loss": sum(taken)}
-        per |= dict.fromkeys(("rollout/logp_gap", "rollout/kl"), max(first, 1))
+        per |= dict.fromkeys(("sampler/logp_gap_mean", "sampler/kl"), max(first, 1))
         for name, part in parts.items():
             extreme = "max" if name in LARGEST else name.rpartition("/")[2]
             if extreme not in EXTREMES:
@@ -266,7 +266,7 @@ class Selection:
         if off_policy:
             for i, new in made.items():
                 new["counted"] = new.get("counted", torch.ones_like(values[i])) * self._near(samples[i], values[i])
-        return {i: dataclasses.replace(samples[i], **new) for i, new in made.items()}, entropy
+        return {i: samples[i].replace(**new) for i, new in made.items()}, entropy
 
     def _dealt(self, samples, indices):
         return [[indices[at] for at in share] for share in self.dealer.shares([samples[i] for i in indices])]
@@ -315,6 +315,12 @@ def quantile(values: torch.Tensor, share: float) -> float:
     return ordered[at].lerp(ordered[min(at + 1, len(values) - 1)], place - at).item()
 
 
+def _mean_gap(out, batch):
+    """Average the difference of the sampler's and the policy's log-probs over the active tokens of a micro-batch."""
+    apart = (out.logps.detach() - batch.rollout_logps).abs() * out.active
+    return apart.sum() / out.active.sum().clamp(min=1)
+
+
 def _share(samples, indices):
     """Return the share of some samples in the tokens of all."""
     return sum(len(samples[i]) for i in indices) / sum(map(len, samples))
@@ -339,6 +345,7 @@ class GRPOUpdate:
         backward_tolerance: float = 0.0,
         corrects_sampler: bool = True,
         router_aux_loss_coef: float = 0.0,
+        largest_gap: float = math.inf,
     ):
         self.policy, self.reference, self.learner, self.objective = policy, reference, learner, objective
         self.dealer, self.ranks = learner.dealer, learner.ranks
@@ -350,7 +357,7 @@ class GRPOUpdate:
             off_policy_mask_threshold=off_policy_mask_threshold,
         )  # fmt: skip
         self.entropy, self.backward_tolerance, self.corrects_sampler = entropy, backward_tolerance, corrects_sampler
-        self.router_aux_loss_coef = router_aux_loss_coef
+        self.router_aux_loss_coef, self.largest_gap = router_aux_loss_coef, largest_gap
         self.flops = update_flops(policy.module.base_model, policy.head.weight)
 
     def __call__(
@@ -361,10 +368,13 @@ class GRPOUpdate:
         Returns:
             The samples in order, with weights, ratios and clipped tokens of the last update; and the metrics. All
             metrics except skipped_updates and learning_rate exclude skipped updates.
+
+        Raises:
+            ValueError: The sampler's log-probs differ by more than `largest_gap` from the policy's, which is unchanged.
         """
         samples = list(chain.from_iterable(groups))
         if not self.corrects_sampler:
-            samples = [dataclasses.replace(sample, sampler_logps=None) for sample in samples]
+            samples = [sample.replace(sampler_logps=None) for sample in samples]
         ends = list(accumulate(map(len, groups), initial=0))
         bounds = [ends[len(groups) * i // self.updates_per_rollout] for i in range(self.updates_per_rollout + 1)]
         minibatches = [range(start, end) for start, end in pairwise(bounds)]
@@ -372,10 +382,10 @@ class GRPOUpdate:
         for minibatch in minibatches:
             weighted = self.token_weights([samples[i] for i in minibatch], step_tokens)
             for i, weights in zip(minibatch, weighted, strict=True):
-                samples[i] = dataclasses.replace(samples[i], weights=weights)
+                samples[i] = samples[i].replace(weights=weights)
         kept = [[i for i in minibatch if self.teaches(samples[i])] for minibatch in minibatches]
         metrics = self._score(samples, kept)
-        meter, norms = Meter(), []
+        meter, norms, gaps = Meter(), [], []
         for _ in range(self.num_iterations):
             for whole, minibatch in zip(minibatches, kept, strict=True):
                 logps = {}  # by the index of the sample in the minibatch
@@ -393,8 +403,11 @@ class GRPOUpdate:
                     share = _share(parts, indices)
                     out = self.loss(batch, step_tokens, with_entropy or self.entropy is not None, share)
                     meter.add(out, batch, update=len(norms))
+                    if not norms and batch.rollout_logps is not None:
+                        gaps.append(_mean_gap(out, batch))
                     logps.update(zip(indices, out.logps.split(batch.cu_seqlens.diff().tolist()), strict=True))
-                    return out.loss
+                    # A loss of NaN skips the update on the device, so that no step waits to look at the gap.
+                    return torch.where(gaps[-1] > self.largest_gap, math.nan, out.loss) if gaps else out.loss
 
                 learning_rate = self.learner.learning_rate
                 norms.append(self.learner.step(parts, loss, self.idle_loss)[0])
@@ -405,6 +418,7 @@ class GRPOUpdate:
                 for at, of_sample in logps.items():
                     samples[minibatch[at]] = self._after_update(samples[minibatch[at]], of_sample)
         norms = torch.stack(norms).tolist()
+        self._check_gap(max(torch.stack(gaps).tolist(), default=0.0) if gaps else 0.0)
         metrics |= meter.values(norms, self.ranks) | {"learning_rate": learning_rate}
         if self.entropy is not None or self.objective.entropy_coef != 0:
             metrics["entropy_coef"] = self.entropy_coef
@@ -412,11 +426,21 @@ class GRPOUpdate:
             metrics.pop("kl", None)  # there is no reference
         return samples, metrics
 
+    def _check_gap(self, gap):
+        """Stop the run if completions come from another policy. All ranks call this."""
+        gap = max(self.ranks.gather(gap, "the difference of log-probs"))
+        if gap > self.largest_gap:
+            raise ValueError(
+                f"the sampler does not have the policy's weights: its log-probs differ by {gap:.3g} nats on average "
+                f"from the trainer's, and at most {self.largest_gap:g} is allowed. The policy was not updated. Try "
+                "--dtype float32 or --rollout_backend hf"
+            )
+
     def held_out_loss(self, samples: Sequence[Sample]) -> float:
         """Compute the loss of judged samples as one on-policy batch, without an update."""
         tokens = sum(len(sample.drawn) for sample in samples if not sample.masked)
         weighted = zip(samples, self.token_weights(samples, tokens), strict=True)
-        samples = [dataclasses.replace(sample, weights=weights, sampler_logps=None) for sample, weights in weighted]
+        samples = [sample.replace(weights=weights, sampler_logps=None) for sample, weights in weighted]
         kept = [i for i, sample in enumerate(samples) if self.teaches(sample)]
         self._score(samples, [kept], held_out=True)
         others = [i for i, sample in enumerate(samples) if not (sample.masked or self.teaches(sample))]
@@ -473,14 +497,14 @@ class GRPOUpdate:
                 if not self.objective.full_kl:
                     self.dealer.meet("the passes")
                     for i, logps in zip(mine, self.reference.score(teaching, self.scoring, passes), strict=True):
-                        samples[i] = dataclasses.replace(samples[i], ref_logps=logps)
+                        samples[i] = samples[i].replace(ref_logps=logps)
         if any(kept[1:]):
             mine, passes = self._of_rank(samples, [list(chain.from_iterable(parts[1:])) for parts in by_rank])
             with self.learner.timer.stage("forward"), self.ranks.waiting("the log-probs of the old policy"):
                 self.dealer.meet("the passes")
                 scored = score(self.policy, [samples[i] for i in mine], self.scoring, passes)
             for i, logps in zip(mine, scored, strict=True):
-                samples[i] = dataclasses.replace(samples[i], old_logps=logps)
+                samples[i] = samples[i].replace(old_logps=logps)
         return metrics
 
     def _of_rank(self, samples, shares):
@@ -553,9 +577,9 @@ class GRPOUpdate:
         The log-probs of the first update become the old log-probs of later passes.
         """
         if sample.old_logps is None:
-            return dataclasses.replace(sample, old_logps=logps) if self.num_iterations > 1 else sample
+            return sample.replace(old_logps=logps) if self.num_iterations > 1 else sample
         ratios, clipped = self.ratios(sample, logps)
-        return dataclasses.replace(sample, ratios=ratios, clipped=clipped)
+        return sample.replace(ratios=ratios, clipped=clipped)
 
     def ratios(self, sample: Sample, logps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the ratio of each token [D], and whether it is clipped: beyond the bound on its advantage's side.

@@ -19,6 +19,7 @@ CASES = {
         {name: value, "rollout_backend": "vllm"}
         for name, value in {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}.items()
     ],
+    "_old_weights_are_corrected": [{"max_staleness": 1, "rollout_backend": "vllm"}],
     "_punishment_fits": [{"soft_punish_cache": 513}],
     "_adapters_are_their_own_reference": [
         {"ref_storage": "cpu", "beta": 0.1, "use_peft": True},

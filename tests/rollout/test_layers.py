@@ -69,7 +69,7 @@ def test_joined_weights_stay_ordinary_parameters(tmp_path):
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
 def test_logp_gap_of_adapters_merged_and_apart(name, dtype, most, record_property):
-    """The metric rollout/logp_gap: the mean difference of the log-probs to those of the trained policy."""
+    """The metric sampler/logp_gap_mean: the mean difference of the log-probs to those of the trained policy."""
     policy = with_adapters(name, dtype)
     assert obstacle(policy) is None
     batch = Batch.pack([Sample(prompt, [3, 4, 5], advantage=0.0) for prompt in PROMPTS], CPU)
@@ -83,7 +83,7 @@ def test_logp_gap_of_adapters_merged_and_apart(name, dtype, most, record_propert
             states = Layers(policy, products, fused=False).states(batch.input_ids, batch.position_ids, context)
             found = policy.logps_of(states[batch.rows], batch.targets)
         gaps[how] = (found - policy.logps(batch)).abs().mean().item()
-        record_property(f"rollout/logp_gap, {how}", gaps[how])
+        record_property(f"sampler/logp_gap_mean, {how}", gaps[how])
         error = (policy.logps(batch) - exact).abs().mean()
         assert (found - exact).abs().mean() <= 1.5 * error + 1e-5  # as exact as transformers' own layers
     assert max(gaps.values()) <= most, gaps

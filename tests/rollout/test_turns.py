@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 from dialogues import Scripted
-from drawing import PROMPTS, finish
+from drawing import PROMPTS, finish, first_groups
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +15,6 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, score
 from fastgrpo.rollout import engine as engine_module
 from fastgrpo.rollout.attention import GroupDecode
-from fastgrpo.rollout.backend import draw_groups
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.hf import HFBackend
 from fastgrpo.rollout.sampling import SamplingParams
@@ -152,7 +151,7 @@ def test_tokens_that_were_drawn_in_vain_are_counted_without_answers(monkeypatch)
         0: [Prompt(PROMPTS[0], "", dialogue=ended), Prompt(PROMPTS[1], "", dialogue=waits)],
         1: [Prompt(PROMPTS[2], "", dialogue=wanted)],
     }
-    done, lost = draw_groups(RolloutEngine(model_of("llama")), groups, sampling, count=1)
+    done, lost = first_groups(RolloutEngine(model_of("llama")), groups, sampling, 1)
     assert list(done) == [1] and len(waits.turns) == 2
     assert ended.closed == [StopReason.STOP] and waits.closed == [StopReason.ABORTED]
     assert lost == sum(map(len, ended.turns + waits.turns))

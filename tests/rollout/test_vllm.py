@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from dialogues import Scripted
 from drawing import PROMPTS, finish, ids_of
 from fake_vllm import FakeVLLM
 from runs import lines, make_trainer
-from updates import rising
+from updates import asynchronous, mixed_samples, rising
 
 from fastgrpo.check import main as check
 from fastgrpo.rollout import vllm
@@ -90,9 +91,59 @@ def test_training_draws_with_the_weights_of_each_step(serve, tmp_path, how):
     (server,) = serve()
     how |= {"max_steps": 3, "learning_rate": 1e-2, "rollout_backend": "vllm", "vllm_server_base_url": server.url}
     make_trainer(tmp_path, rising, **how).train()
-    steps = [row for row in lines(tmp_path / "run") if "rollout/kl" in row]
-    assert len(steps) == 3 and all(row["rollout/logp_gap_max"] < 1e-4 and row["rollout/kl"] < 1e-8 for row in steps)
+    steps = [row for row in lines(tmp_path / "run") if "sampler/kl" in row]
+    assert len(steps) == 3 and all(row["sampler/logp_gap_max"] < 1e-4 and row["sampler/kl"] < 1e-8 for row in steps)
     assert server.weights.endswith("-4")
+
+
+@pytest.mark.usefixtures("without_curves")
+@pytest.mark.parametrize("staleness_policy", ["wait", "continue"])
+def test_each_token_has_the_log_prob_and_the_version_of_the_weights_that_drew_it(serve, tmp_path, staleness_policy):
+    """Servers draw up to two steps ahead. A completion in flight ends before they load new weights, or goes on."""
+    (server,), trained = serve(), {}
+
+    def between():
+        deadline = time.monotonic() + 30
+        while 0 in trained and server.weights.endswith("-2") and time.monotonic() < deadline:
+            time.sleep(0.01)  # until the weights of the second step arrive
+
+    server.between = between if staleness_policy == "continue" else server.between
+    asynchronous(tmp_path, server.url, trained, staleness_policy=staleness_policy, max_num_seqs=16).train()
+    assert bool(mixed_samples(trained, 2, 1e-5)) == (staleness_policy == "continue")
+    steps = [row for row in lines(tmp_path / "run") if "sampler/kl" in row]
+    assert steps[1]["sampler/version_min"] == 0 and all(row["sampler/idle_s"] >= 0 for row in steps)
+    assert all(sum(row[f"sampler/staleness_{age}"] for age in range(3)) == pytest.approx(1) for row in steps)
+
+
+@pytest.mark.usefixtures("without_curves")
+@pytest.mark.parametrize("finished", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_kills_neither_repeat_nor_lose_prompts_of_asynchronous_rollouts(serve, tmp_path, finished):
+    """Each step trains on the rows of a run without kills. What had finished at a checkpoint is not drawn again."""
+    (server,), whole, parts, drawn = serve(), {}, {}, []
+    asynchronous(tmp_path, server.url, whole, "whole").train()
+
+    def failing(trainer_state, completions, **columns):
+        if trainer_state.global_step == len(drawn) < 5:
+            raise RuntimeError("killed")
+        return rising(completions)
+
+    for kill in range(1, 6):
+        drawn.append(server.drawn)
+        trainer = asynchronous(tmp_path, server.url, parts, "parts", failing, resume_from_checkpoint="auto")
+        if finished:
+            save = trainer._save
+            trainer._save = lambda step, trainer=trainer, save=save: (trainer.ahead.settle(), save(step))
+        if kill < 5:
+            with pytest.raises(ValueError, match="killed"):
+                trainer.train()
+        else:
+            trainer.train()
+    prompts = [
+        {step: [sample.prompt for sample in samples] for step, (_, samples) in run.items()} for run in (whole, parts)
+    ]
+    assert prompts[0] == prompts[1] and len(whole) == 5
+    if finished:
+        assert server.drawn - drawn[0] <= (5 + 4) * 16  # a kill loses the batch that was begun in its step
 
 
 @pytest.mark.usefixtures("without_curves")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from paths import ROOT
 from runs import lines, make_trainer
-from updates import rising
+from updates import asynchronous, mixed_samples, rising
 
 from fastgrpo.policy.load import load_policy
 from fastgrpo.rollout.engine import RolloutEngine
@@ -105,5 +105,18 @@ def test_training_goes_on_when_the_server_is_killed_within_a_step(server, model,
     how = {"max_steps": 3, "prompts_per_step": 2, "max_completion_length": 16, "learning_rate": 1e-5}
     how |= {"rollout_backend": "vllm", "vllm_server_base_url": server.url, "vllm_server_timeout": 1800}
     make_trainer(tmp_path, rising, model=model, **how).train()
-    steps = [row for row in lines(tmp_path / "run") if "rollout/kl" in row]
-    assert len(drawn) > 6 and len(steps) == 3 and all(row["rollout/logp_gap_max"] < 1e-3 for row in steps)
+    steps = [row for row in lines(tmp_path / "run") if "sampler/kl" in row]
+    assert len(drawn) > 6 and len(steps) == 3 and all(row["sampler/logp_gap_max"] < 1e-3 for row in steps)
+
+
+@pytest.mark.usefixtures("without_curves")
+@pytest.mark.parametrize("staleness_policy", ["wait", "continue"])
+def test_tokens_of_asynchronous_rollouts_have_the_version_of_their_weights(server, model, tmp_path, staleness_policy):
+    trained = {}
+    how = {"model": model, "prompts_per_step": 2, "max_completion_length": 48, "learning_rate": 1e-5, "save_steps": 5}
+    how |= {"vllm_server_timeout": 1800, "staleness_policy": staleness_policy}
+    asynchronous(tmp_path, server.url, trained, **how).train()
+    mixed = mixed_samples(trained, 2, 1e-3, mixed_too=False)  # vLLM keeps the keys and values of earlier tokens
+    assert staleness_policy == "continue" or not mixed
+    rows = [row for row in lines(tmp_path / "run") if "sampler/kl" in row]
+    assert len(rows) == 5 and min(row["sampler/version_min"] - step for step, row in enumerate(rows)) == -2

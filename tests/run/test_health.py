@@ -21,7 +21,7 @@ NO_CHECKPOINTS = SimpleNamespace(newest=None)
 HEALTHY = {
     "loss": 0.01, "reward": 0.5, "frac_informative": 0.5, "grad_norm": 0.5, "skipped_updates": 0,
     "completions/clipped_ratio": 0.1, "completions/min_length": 3, "completions/max_length": 9, "kl": 0.01,
-    "ratio/mean": 1.0, "ratio/max": 1.5, "rollout/logp_gap": 1e-3,
+    "ratio/mean": 1.0, "ratio/max": 1.5, "sampler/logp_gap_mean": 1e-3,
 }  # fmt: skip
 CASES = {
     # check: (metrics that set it off, metrics that do not)
@@ -35,7 +35,7 @@ CASES = {
     "constant length": ({"completions/min_length": 9}, {"completions/min_length": 9, "completions/clipped_ratio": 1.0}),
     "kl": ({"kl": 1.1}, {"kl": None}),
     "ratio": ({"ratio/max": 101.0}, {"ratio/max": 99.0}),
-    "log-probs apart": ({"rollout/logp_gap": 0.06}, {"rollout/logp_gap": 0.04}),
+    "log-probs apart": ({"sampler/logp_gap_mean": 0.06}, {"sampler/logp_gap_mean": 0.04}),
     "always clipped": ({"grad_norm": 1.1}, {"grad_norm": 0.9}),
     "skipped": ({"skipped_updates": 1}, {"skipped_updates": 0}),
 }

@@ -33,7 +33,7 @@ def test_metrics_are_means_over_logging_steps(tmp_path):
 @pytest.mark.parametrize(
     "name, values, logged",
     [
-        ("ratio/max", [3.0, 9.0, 1.0], 9.0), ("rollout/logp_gap_max", [0.1, 0.3, 0.2], 0.3),
+        ("ratio/max", [3.0, 9.0, 1.0], 9.0), ("sampler/logp_gap_max", [0.1, 0.3, 0.2], 0.3),
         ("completions/min_length", [4, 2, 5], 2), ("skipped_updates", [1, 0, 2], 3),
         ("rewards/judge/errors", [1, 0, 2], 3), ("api/errors", [1, 0, 2], 1),
         ("tools/calc/calls", [4, 0, 2], 6), ("tools/calc/latency_s", [4.0, None, 2.0], 3.0),

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from fastgrpo.rollout.backend import Drawing
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.hf import HFBackend
 
@@ -21,3 +22,11 @@ def finish(engine, most=1000):
         if not engine.has_unfinished_requests():
             return outputs
     raise AssertionError(f"requests are left after {most} steps")
+
+
+def first_groups(engine, groups, sampling, count):
+    """Draw until `count` groups have finished."""
+    drawing = Drawing(engine, groups, sampling, count)
+    for outputs in engine.run():
+        drawing.add(outputs)
+    return dict(sorted(drawing.done.items())), drawing.lost

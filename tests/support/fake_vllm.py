@@ -20,6 +20,8 @@ class FakeVLLM:
     def __init__(self, model=None, version="0.32.0", logprobs_mode="processed_logprobs"):
         self.model, self.version, self.mode, self.weights = model, version, logprobs_mode, "default"
         self.faults, self.drawn, self.lock, self.released = set(), 0, threading.Lock(), threading.Event()
+        self.going, self.between = threading.Event(), lambda: None  # `between` is called after each token
+        self.going.set()
         self.before = lambda body: None  # called with each request for completions
         handler = type("Handler", (Handler,), {"fake": self})
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -48,16 +50,19 @@ class FakeVLLM:
         p, choices = sampling_params, []
         assert p["temperature"] > 0 or p["n"] == 1
         for index in range(p["n"]):
-            ids, content, generator = list(token_ids), [], torch.Generator().manual_seed(p["seed"] + index)
+            ids, content, versions = list(token_ids), [], []
+            generator = torch.Generator().manual_seed(p["seed"] + index)
             while len(content) < (2 if "cut" in self.faults else p["max_tokens"]):
-                logps = self.logps(ids, p["temperature"] or 1.0)[-1]
+                self.going.wait(30)
+                logps, at = self.logps(ids, p["temperature"] or 1.0)[-1], len(content)
+                versions.append({"version": self.weights, "start": at, "end": at + 1})
                 chosen = torch.multinomial(logps.exp(), 1, generator=generator) if p["temperature"] else logps.argmax()
                 ids.append(chosen.item())
                 content.append({"token_id": ids[-1], "logprob": logps[ids[-1]].item()})
+                self.between()
                 if ids[-1] in p["stop_token_ids"]:
                     break
             self.drawn += 1
-            versions = [{"version": self.weights, "start": 0, "end": len(content)}]
             choices.append({"index": index, "token_ids": ids[len(token_ids) :], "logprobs": {"content": content},
                             "weight_versions": versions})  # fmt: skip
         return {"prompt_logprobs": None, "choices": choices[::-1]}
@@ -76,6 +81,8 @@ class FakeVLLM:
             self.before(body)
             with self.lock:
                 return self.generate(**body)
+        if route in ("/pause?mode=keep", "/resume"):
+            return (self.going.set if route == "/resume" else self.going.clear)()
         if route == "/v1/models":
             return {"data": [{"id": "policy"}]}
         if route == "/v1/completions":

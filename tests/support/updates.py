@@ -1,4 +1,9 @@
-"""A GRPO update of a policy without a trainer around it."""
+"""A GRPO update of a policy without a trainer around it, and runs whose samples are older than their updates."""
+
+import copy
+
+import torch
+from runs import make_trainer
 
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.ref_model import make_reference
@@ -26,3 +31,40 @@ def before_each_step(update, look):
     step = optimizer.step
     optimizer.step = lambda *arguments: seen.append(look()) or step(*arguments)
     return seen
+
+
+def asynchronous(tmp_path, url, trained, name="run", reward=rising, **how):
+    """A run with asynchronous rollouts; `trained` gets the weights and the samples of each update."""
+    rows = [{"prompt": text} for text in ("ab", "c", "hello ", "1+1=", "x", "yz", "?")]
+    how = {"max_steps": 5, "max_staleness": 2, "learning_rate": 1e-2, "save_steps": 1, "dtype": "float32"} | how
+    how |= {"rollout_backend": "vllm", "vllm_server_base_url": url, "importance_sampling_mode": "token_truncate"}
+    trainer = make_trainer(tmp_path, reward, rows, output_dir=str(tmp_path / name), **how)
+    update = trainer.update
+
+    def noted(samples):
+        trained[trainer.state.global_step] = copy.deepcopy(trainer.policy.module), samples
+        return update(samples)
+
+    trainer.update = noted
+    return trainer
+
+
+@torch.no_grad()
+def mixed_samples(trained, max_staleness, tolerance, mixed_too=True):
+    """Compare the log-prob of each token with the weights of its version. Return samples of several versions."""
+    mixed = []
+    for step, (_, samples) in trained.items():
+        for sample in samples:
+            versions, ids = sample.versions, torch.tensor([sample.prompt_ids + sample.ids])
+            assert len(versions) == len(sample.ids)
+            assert max(step - max_staleness, 0) <= versions.min() <= versions.max() <= step
+            if len(versions.unique()) > 1:
+                mixed.append(sample)
+                if not mixed_too:
+                    continue
+            for version in versions.unique().tolist():
+                logits = trained[version][0](ids).logits[0, len(sample.prompt_ids) - 1 : -1]
+                logps = logits.log_softmax(-1).gather(1, ids[0, len(sample.prompt_ids) :, None])[:, 0]
+                chosen = versions == version
+                torch.testing.assert_close(logps[chosen], sample.logps[chosen], atol=tolerance, rtol=0)
+    return mixed

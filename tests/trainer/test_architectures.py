@@ -61,7 +61,7 @@ def test_three_steps_train_every_architecture(tmp_path, name):
     trainer = make_trainer(tmp_path, rising, model=model, beta=0.1, lr_scheduler_type="constant", **settings)
     for _ in range(3):
         values = trainer.step()
-        assert values["rollout/logp_gap"] < 1e-5
+        assert values["sampler/logp_gap_mean"] < 1e-5
         assert math.isfinite(values["loss"]) and values["grad_norm"] > 0
     for weight, parameter in model.named_parameters():
         assert not torch.equal(parameter, before[weight]), weight

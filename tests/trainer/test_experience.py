@@ -9,12 +9,12 @@ import pytest
 import runs
 import tiny
 import torch
+from drawing import first_groups
 from resumed import assert_same_run
 from runs import lines
 from trl.rewards import get_soft_overlong_punishment
 
 from fastgrpo.data.records import Prompt
-from fastgrpo.rollout.backend import draw_groups
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.profiling import STAGES
@@ -144,7 +144,7 @@ def test_the_first_groups_to_finish_are_kept_as_they_would_have_been(seats):
     engine = RolloutEngine(model, max_num_seqs=seats)
     rollouts = engine.generate(prompts, 3, sampling)
     every = [[rollout.ids for rollout in rollouts[i : i + 3]] for i in range(0, 24, 3)]
-    groups, lost = draw_groups(engine, {i: [Prompt(ids, "")] * 3 for i, ids in enumerate(prompts)}, sampling, 3)
+    groups, lost = first_groups(engine, {i: [Prompt(ids, "")] * 3 for i, ids in enumerate(prompts)}, sampling, 3)
     assert not engine.has_unfinished_requests() and len(groups) == 3 and list(groups) == sorted(groups)
     assert all([rollout.ids for rollout in groups[i]] == every[i] for i in groups)
     if seats == 256:  # all run from the beginning: a group ends with its longest completion

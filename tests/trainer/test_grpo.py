@@ -83,7 +83,7 @@ def test_a_run_writes_all_its_files(tmp_path, monkeypatch):
     known = re.compile("|".join(re.sub(r"\\{\w+\\}", ".+", re.escape(name)) for name in METRICS))
     names = {name for row in rows for name in row} - {"step", "answer_length", "eval/answer_length"}
     assert [name for name in names if not known.fullmatch(name)] == []
-    assert rows[1]["rollout/logp_gap"] < 1e-4 and rows[1]["answer_length"] == 3
+    assert rows[1]["sampler/logp_gap_mean"] < 1e-4 and rows[1]["answer_length"] == 3
     assert set(samples[0]) == {
         "step", "group", "prompt", "completion", "rewards", "advantage", "finish_reason", "tokens", "clipped",
         "token_ends", "logps", "ratios", "clipped_tokens", "doubled",

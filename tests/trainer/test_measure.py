@@ -105,5 +105,5 @@ def test_compares_log_probs_of_the_rollout_only_on_the_first_update():
     meter.add(output(0.0, 2, (-1.0, -2.5)), batch(rollout_logps=drawn), 0)
     meter.add(output(0.0, 2, (-9.0, -9.0)), batch(old_logps=drawn, rollout_logps=drawn), 1)
     values = meter.values([1.0, 1.0])
-    assert values["rollout/logp_gap"] == 0.25 and values["rollout/logp_gap_max"] == 0.5
-    assert values["rollout/kl"] == pytest.approx((math.exp(-0.5) - 0.5) / 2)
+    assert values["sampler/logp_gap_mean"] == 0.25 and values["sampler/logp_gap_max"] == 0.5
+    assert values["sampler/kl"] == pytest.approx((math.exp(-0.5) - 0.5) / 2)

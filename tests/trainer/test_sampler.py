@@ -80,8 +80,20 @@ def test_a_run_with_a_penalty_learns_and_is_judged_without_it(tmp_path, monkeypa
         trainer.engine, "add_request", lambda *given, **named: seen.append(given) or add(*given, **named)
     )
     trainer.train()
-    (row,) = [row for row in lines(tmp_path / "run") if "rollout/logp_gap" in row]
-    assert row["rollout/logp_gap"] < 1e-5  # the old policy's log-probs are those without the penalty
+    (row,) = [row for row in lines(tmp_path / "run") if "sampler/logp_gap_mean" in row]
+    assert row["sampler/logp_gap_mean"] < 1e-5  # the old policy's log-probs are those without the penalty
     assert row["sampling/sampling_logp_difference/max"] > 0.01
     assert [sampling.penalizes for _, count, sampling in seen] == [False, True, False]
     assert trainer.sampling.penalizes
+
+
+def test_completions_of_another_policy_train_nothing_and_stop_the_run(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path, rising)
+    trainer.step()
+    before, (samples, metrics) = [p.detach().clone() for p in trainer.policy.parameters()], trainer.collect()
+    apart = [sample.replace(logps=sample.logps - 0.02) for sample in samples]
+    monkeypatch.setattr(trainer, "collect", lambda: (apart, metrics))
+    with pytest.raises(ValueError, match=r"does not have the policy's weights: .* by 0\.02 nats"):
+        trainer.step()
+    assert all(map(torch.equal, before, trainer.policy.parameters()))
+    trainer.log.close()

@@ -41,7 +41,7 @@ def test_smollm2_calls_a_tool_with_exact_log_probs(folder):
     shown = [message for pair in ((3, 9), (214, 140), (40, 2)) for message in example["shown"](*pair)]
     prompt = prompts({"prompt": [*shown, {"role": "user", "content": "What is 17 + 25?"}]})
     sampling = SamplingParams(max_tokens=96, stop_token_ids=stops, seed=1)
-    samples, _ = draw_groups(RolloutEngine(policy), prompts.start({0: prompt}, 8), sampling)
+    samples = draw_groups(RolloutEngine(policy), prompts.start({0: prompt}, 8), sampling)
     called = [sample for sample in samples[0] if sample.dialogue.calls]
     assert len(called) >= 2 and any(call["answer"] == "42" for s in called for call in s.dialogue.calls)
     forced = score(policy, samples[0], Scoring(1.0, 8192))
