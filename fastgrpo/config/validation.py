@@ -138,8 +138,8 @@ def _servers_sample_without_filters(rollout_backend, top_k, top_p, min_p, repeti
         raise ValueError(NO_FILTERS)
 
 
-def _old_weights_are_corrected(max_staleness, importance_sampling_mode):
-    if max_staleness and importance_sampling_mode is None:
+def _old_weights_are_corrected(rollout_backend, max_staleness, importance_sampling_mode):
+    if rollout_backend == "vllm" and max_staleness and importance_sampling_mode is None:
         raise ValueError(
             f"max_staleness={max_staleness} trains on completions of older weights, which needs importance weights; "
             "set importance_sampling_mode, for example to token_truncate"

@@ -31,7 +31,10 @@ CASES = {
     "loss_type is sapo": ({"loss_type": "sapo"}, {}), "loss_type is vespo": ({"loss_type": "vespo"}, {}),
     "beta": ({"beta": 0.1}, {}), "sync_ref_model": ({"beta": 0.1, "sync_ref_model": True}, {}),
     "rollout_backend is neither": ({}, {"rollout_backend": "hf"}),
-    "rollout_backend is vllm": ({"rollout_backend": "vllm"}, {}),
+    "rollout_backend is vllm": ({"rollout_backend": "vllm", "importance_sampling_mode": "token_mask"}, {}),
+    "max_staleness": (
+        {"rollout_backend": "vllm", "importance_sampling_mode": "token_mask", "max_staleness": 2}, {"max_staleness": 0}
+    ),
     "use_adaptive_entropy": ({"use_adaptive_entropy": True}, {}),
 }  # fmt: skip
 
