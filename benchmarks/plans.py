@@ -20,6 +20,7 @@ RUNS = {  # name of the row -> model and settings
     "0.5B": ("0.5B", {}), "1.5B": ("1.5B", {}), "7B": ("7B", {}), "7B, LoRA": ("7B", LORA),
     "7B, fsdp2_offload": ("7B", {"parallel": "fsdp2_offload"}),
     "8B, LoRA of rank 32, 8 completions of 20,000 tokens": ("8B", LONG),
+    "32B, LoRA in 4 bits, 6,144 tokens": ("32B", LORA | {"load_in_4bit": True, "max_completion_length": 6144}),
 }  # fmt: skip
 STEP = {"prompts_per_step": 64, "num_generations": 16, "max_completion_length": 1024, "use_liger_kernel": True}
 

@@ -179,7 +179,9 @@ def chat(argv: list[str]) -> None:
     sampling = SamplingParams(flags.temperature, flags.top_p, flags.top_k, max_tokens=flags.max_tokens, seed=flags.seed)
     trusted = {"trust_remote_code": flags.trust_remote_code}
     tokenizer = load_tokenizer(flags.model, **trusted)
-    model = load_model(flags.model, dtype=flags.dtype, device=flags.device, **trusted).eval()
+    model = load_model(
+        flags.model, dtype=flags.dtype, device=flags.device, load_in_4bit=flags.load_in_4bit, **trusted
+    ).eval()
     apply_liger(model)
     calls = flags.max_tool_calling_iterations
     turns = None if calls is None else calls + 1

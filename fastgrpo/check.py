@@ -134,7 +134,10 @@ def _check_sampler(config):
     if path is None:
         raise ValueError("--sampler needs the model: pass --model DIR")
     quiet_libraries()
-    policy, _ = load_policy(path, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code)
+    policy, _ = load_policy(
+        path, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code,
+        load_in_4bit=config.load_in_4bit,
+    )  # fmt: skip
     gap, allowed = compare(policy, config.sampler)
     print(f"No problems found: the log-probs of fixed tokens differ by {gap:.2g} nats on average (limit {allowed:g}).")
     return 0

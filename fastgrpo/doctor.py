@@ -44,7 +44,7 @@ OPTIONAL = (
     ("peft", "--use_peft"),
     ("gguf", "GGUF files (accelerate is needed too)"),
     ("torchao", "--ref_storage int8"),
-    ("bitsandbytes", "--ref_storage nf4"),
+    ("bitsandbytes", "--load_in_4bit, --ref_storage nf4"),
     ("tensorboard", "--report_to tensorboard"),
     ("wandb", "--report_to wandb"),
     ("trl", "benchmarks against TRL"),

@@ -61,8 +61,9 @@ def serve(argv: list[str]) -> None:
 
     quiet_libraries()
     policy, tokenizer = load_policy(
-        flags.model, dtype=flags.dtype, device=flags.device, trust_remote_code=flags.trust_remote_code
-    )
+        flags.model, dtype=flags.dtype, device=flags.device, trust_remote_code=flags.trust_remote_code,
+        load_in_4bit=flags.load_in_4bit,
+    )  # fmt: skip
     engine = RolloutEngine(policy, max_num_seqs=flags.max_num_seqs, continuous=True)
     name = flags.served_model_name or flags.model
     server = Server(

@@ -39,11 +39,10 @@ def make_trainer(config: SFTConfig) -> "SFTTrainer":
     test, functions = opened.task.test(), reward_functions(opened.task, config)
     trainer = SFTTrainer(model, config, train, test, tokenizer, functions)
     trainer.open()
-    size = sum(parameter.numel() for parameter in trainer.policy.parameters())
     trainer.log.say(f"run folder {trainer.log.dir}")
     trainer.log.say(
-        f"SFT: {size:,} parameters on {trainer.model.device}, {trainer.state.max_steps} steps of {config.batch_size} "
-        f"of {len(trainer.source):,} rows"
+        f"SFT: {trainer.policy.size:,} parameters on {trainer.model.device}, {trainer.state.max_steps} steps of "
+        f"{config.batch_size} of {len(trainer.source):,} rows"
     )
     return trainer
 

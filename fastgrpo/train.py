@@ -42,10 +42,9 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
             log.close()
             raise
     trainer.open()
-    size = sum(parameter.numel() for parameter in trainer.policy.parameters())
     trainer.log.say(f"run folder {trainer.log.dir}")
     trainer.log.say(
-        f"GRPO: {size:,} parameters on {trainer.model.device}, {trainer.state.max_steps} steps of "
+        f"GRPO: {trainer.policy.size:,} parameters on {trainer.model.device}, {trainer.state.max_steps} steps of "
         f"{config.prompts_per_step} prompts x {config.num_generations} completions"
     )
     return trainer

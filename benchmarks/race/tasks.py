@@ -74,7 +74,7 @@ def questions(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 TASKS = {
     "embedded": RaceTask(
         warm_sums, carries, [arithmetic.correctness], prompts=32, updates=2, steps=300, every=20, target=0.95,
-        limit=400,
+        limit=200,
         settings=COMMON | {"learning_rate": 3e-4, "beta": 0.005, "max_completion_length": 28, "warmup_steps": 40,
                            "max_grad_norm": 2.0},
     ),

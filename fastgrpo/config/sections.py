@@ -56,6 +56,9 @@ class LoadingConfig:
     (see lscpu), from about 100M parameters on."""
     device: str = "auto"
     """Run the model on this device: cuda, cuda:1, cpu, or auto (the GPU if there is one)."""
+    load_in_4bit: bool = False
+    """Store the weights of the linear layers in 4 bits (NF4 of bitsandbytes), except the LM head. Training needs
+    use_peft: only the adapters change (QLoRA, arXiv 2305.14314)."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. If False, a model that needs its own code raises an error."""
 

@@ -40,6 +40,7 @@ def load_sampler(
     policy, _ = load_policy(
         path, dtype=config.dtype, device=config.device, tokenizer=tokenizer,
         trust_remote_code=config.trust_remote_code, own_attention=OWN_ATTENTION[config.rollout_backend],
+        load_in_4bit=config.load_in_4bit,
     )  # fmt: skip
     sampling = SamplingParams(
         temperature=config.temperature, max_tokens=config.max_completion_length, seed=config.seed,

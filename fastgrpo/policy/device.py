@@ -55,6 +55,8 @@ def check_packages(config: Any) -> None:
     needed = {"peft": ("use_peft", "'fastgrpo[lora]'")} if config.use_peft else {}
     needed |= {name: (f"report_to {name}", name) for name in config.report_to if name != "none"}
     storage = getattr(config, "ref_storage", None)
+    if getattr(config, "load_in_4bit", False):
+        needed["bitsandbytes"] = ("load_in_4bit", "'fastgrpo[quantization]'")
     if storage in ("int8", "nf4"):
         package = "torchao" if storage == "int8" else "bitsandbytes"
         needed[package] = (f"ref_storage={storage}", "'fastgrpo[quantization]'")

@@ -33,6 +33,7 @@ from fastgrpo.policy.gguf import find_gguf, set_special_tokens, source_of, unpac
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.lora import has_adapters, read_adapters, refuse_wrappers
 from fastgrpo.policy.model import Policy, narrow_window
+from fastgrpo.policy.quantized import quantize
 
 logger = logging.getLogger(__name__)
 # Whether a rollout backend comes with the model's own attention; None: if packed attention does not support the model.
@@ -140,10 +141,11 @@ def load_policy(
     own_attention: bool | None = False,
     use_liger_kernel: bool | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    load_in_4bit: bool = False,
 ) -> tuple[Policy, PreTrainedTokenizerBase]:
     """Load a causal LM and its tokenizer from a folder, the hub or a GGUF file."""
     tokenizer = tokenizer or load_tokenizer(path, trust_remote_code)
-    model = load_model(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    model = load_model(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, load_in_4bit=load_in_4bit)
     policy = prepare(model, gradient_checkpointing, own_attention)
     apply_liger(model, use_liger_kernel)
     check_vocabulary(policy, tokenizer)
@@ -170,12 +172,14 @@ def policy_and_tokenizer(
             own_attention=own_attention,
             use_liger_kernel=config.use_liger_kernel,
             tokenizer=tokenizer,
+            load_in_4bit=config.load_in_4bit,
         )
     if tokenizer is None and not model.config._name_or_path:
         raise ValueError("a model created in memory has no tokenizer to load; pass processing_class")
     _refuse_quantized(model)
     device = choose_device(config.device)
-    cast(model.to(device), choose_dtype(config.dtype, device))
+    cast(model, choose_dtype(config.dtype, device))
+    _placed(model, device, config.load_in_4bit)
     policy = prepare(model, config.gradient_checkpointing, own_attention)
     apply_liger(model, config.use_liger_kernel)
     tokenizer = tokenizer or load_tokenizer(model.config._name_or_path, config.trust_remote_code)
@@ -184,7 +188,12 @@ def policy_and_tokenizer(
 
 
 def load_model(
-    path: str | Path, *, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    load_in_4bit: bool = False,
 ) -> PreTrainedModel:
     """Load a causal LM from a folder, the hub or a GGUF file."""
     device = choose_device(device)
@@ -202,7 +211,11 @@ def load_model(
         )
     _check_weights(path, model, report)
     model.name_or_path = model.config.name_or_path = str(path)  # transformers sets the folder of a GGUF file
-    return model.to(device)
+    return _placed(model, device, load_in_4bit)
+
+
+def _placed(model, device, load_in_4bit):
+    return quantize(model, "nf4", device) if load_in_4bit else model.to(device)
 
 
 def _check_weights(path, model, report):
@@ -313,6 +326,8 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
 
         settings = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
         model.gradient_checkpointing_enable(settings)
+        # Its hook on the embedding is for reentrant checkpointing, and would keep rollouts from their fused layers.
+        model.disable_input_require_grads()
     else:
         model.gradient_checkpointing_disable()
     needed = (obstacle or narrow_window(model.config.get_text_config())) is not None

@@ -143,10 +143,16 @@ def adapter_of(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, floa
     return layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"]
 
 
+def dense_weight(layer: torch.nn.Module) -> torch.Tensor:
+    """Return the weight W of a layer without its adapter; 4 bits are dequantized."""
+    base = base_layer(layer)
+    return base.dequantized() if hasattr(base, "dequantized") else base.weight.detach()
+
+
 @torch.no_grad()
 def merged_weight(layer: torch.nn.Module) -> torch.Tensor:
     """Compute W + alpha / r B A in fp32, and round it once to the dtype of W. Without an adapter, return W."""
-    weight, adapter = base_layer(layer).weight.detach(), adapter_of(layer)
+    weight, adapter = dense_weight(layer), adapter_of(layer)
     if adapter is None:
         return weight
     down, up, scale = adapter
@@ -156,10 +162,12 @@ def merged_weight(layer: torch.nn.Module) -> torch.Tensor:
 
 @torch.no_grad()
 def merged(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy a policy with adapters into a model without, on the CPU, with weights W + alpha / r B A."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    """Copy a policy with adapters into an ordinary model, on the CPU, with weights W + alpha / r B A."""
 
-    layers = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    def changes(module):
+        return hasattr(module, "lora_A") or hasattr(module, "dequantized")  # 4 bits, with or without an adapter
+
+    layers = [name for name, it in model.named_modules() if changes(it) and not name.endswith(".base_layer")]
     weights = {id(value): value.to("cpu", copy=True) for value in model.parameters()}
     for name in layers:
         layer = model.get_submodule(name)
@@ -167,7 +175,8 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     memo = {key: torch.nn.Parameter(value, requires_grad=False) for key, value in weights.items()}
     plain = copy.deepcopy(model, memo).cpu()  # deepcopy takes the parameters from the memo
     for name in layers:
-        plain.set_submodule(name, plain.get_submodule(name).get_base_layer())
+        layer = base_layer(plain.get_submodule(name))
+        plain.set_submodule(name, layer.dense(layer.weight) if hasattr(layer, "dequantized") else layer)
     plain.delete_adapter("default")
     return plain
 

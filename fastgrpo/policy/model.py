@@ -169,6 +169,11 @@ class Policy:
         """Return the policy's own parameters. An update writes them in place, which increments their versions."""
         return list(self.module.parameters())
 
+    @property
+    def size(self) -> int:
+        """Number of parameters. `NF4Linear` stores 16 of them in 9 bytes."""
+        return sum(p.numel() * 16 // 9 if p.dtype == torch.uint8 else p.numel() for p in self.parameters())
+
     def states(self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: Context) -> torch.Tensor:
         """Run packed tokens [N], at positions [N] in their sequences, through the layers. Return [N, D]."""
         return self._scaled(self._packed_outputs(input_ids, position_ids, context).last_hidden_state[0])

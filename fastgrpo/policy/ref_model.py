@@ -18,6 +18,7 @@ from fastgrpo.data.records import Batch, Sample
 from fastgrpo.policy.lora import adapters_off, has_adapters
 from fastgrpo.policy.micro_batches import micro_batches
 from fastgrpo.policy.model import HeadWeights, Policy
+from fastgrpo.policy.quantized import quantize
 from fastgrpo.policy.shard import local
 from fastgrpo.ranks import ALONE, Ranks
 
@@ -233,48 +234,6 @@ class QuantizedCopy(Reference):
         """Restore whether the copy has been compared with the exact one."""
         if state.get("measured"):
             self.exact = None
-
-
-NF4_BLOCK = 64  # weights that share a scale
-
-
-def quantize(model: PreTrainedModel, name: str, device: torch.device | str) -> PreTrainedModel:
-    """Quantize all linear layers of a frozen model except the head, and move the model to a device.
-
-    The matrix products still run in the model's dtype.
-    """
-    device = torch.device(device)
-    lm_head = model.get_output_embeddings()
-    if name == "int8":
-        try:
-            from torchao.quantization import Int8WeightOnlyConfig, quantize_
-        except ImportError:
-            raise ValueError("ref_storage=int8 needs torchao: pip install 'fastgrpo[quantization]'") from None
-        config = Int8WeightOnlyConfig(set_inductor_config=False)  # inductor's config also enables TF32
-        quantize_(
-            model, config, lambda module, _: isinstance(module, torch.nn.Linear) and module is not lm_head, device
-        )
-        return model.to(device)
-    try:
-        from bitsandbytes.nn import Linear4bit, Params4bit
-    except ImportError:
-        raise ValueError("ref_storage=nf4 needs bitsandbytes: pip install 'fastgrpo[quantization]'") from None
-    for path, module in list(model.named_modules()):
-        if isinstance(module, torch.nn.Linear) and module is not lm_head:
-            weight = module.weight
-            if device.type == "cpu" and module.in_features % NF4_BLOCK:
-                raise ValueError(
-                    f"{path} has {module.in_features} inputs, but on a CPU bitsandbytes needs a multiple of "
-                    f"{NF4_BLOCK} for nf4; use ref_storage=int8, or a GPU"
-                )
-            layer = Linear4bit(
-                module.in_features, module.out_features, bias=False, compute_dtype=weight.dtype, quant_type="nf4",
-                device="meta",
-            )  # fmt: skip
-            layer.weight = Params4bit(weight.data, requires_grad=False, quant_type="nf4", module=layer)
-            layer.bias = module.bias
-            model.set_submodule(path, layer.to(device))  # moving the layer quantizes its weight
-    return model.to(device)
 
 
 ALIGNMENT = 256  # bytes, as CUDA's allocator aligns tensors

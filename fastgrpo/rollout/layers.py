@@ -4,7 +4,8 @@ Queries, keys and values are one product, and so are gate and up. On a GPU a dec
 `kernels/layer.py` between them: 10 launches a layer with the attention's two. Other models, and prefill on a GPU, use
 the layers of transformers.
 
-With adapters, a product uses W + alpha / r B A, or adds the adapters apart (`Joined`).
+With adapters, a product uses W + alpha / r B A, or adds the adapters apart (`Joined`). With 4 bits, W is dequantized
+once, or in each product.
 
 Shapes: n packed tokens, D inputs and F outputs of a product, H query heads, K key heads, d head width.
 """
@@ -17,10 +18,12 @@ from torch.nn import functional as F
 
 from fastgrpo.policy.lora import adapter_of, base_layer
 from fastgrpo.policy.model import Context, Policy
+from fastgrpo.policy.quantized import NF4Linear
 
 KNOWN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # Layers with the same input, in attention and MLP.
 GROUPS = ((("q_proj", "k_proj", "v_proj"), ("o_proj",)), (("gate_proj", "up_proj"), ("down_proj",)))
+LINEAR = torch.nn.Linear, NF4Linear  # the types whose products are known
 ALLOWED = 0.05  # relative difference of the states of two 16-bit forward passes
 
 Linears = list[torch.nn.Module]
@@ -38,7 +41,8 @@ def obstacle(policy: Policy) -> str | None:
         return "it has forward hooks"
     for linear in (linear for group in groups(policy) for linear in group):
         plain = base_layer(linear)
-        if type(plain) is not torch.nn.Linear or "forward" in vars(plain) or plain.weight.dtype != policy.dtype:
+        dtype = getattr(plain, "compute_dtype", plain.weight.dtype)
+        if type(plain) not in LINEAR or "forward" in vars(plain) or dtype != policy.dtype:
             return f"it has layers of type {type(plain).__name__}, or of another dtype or forward"
     return None
 
@@ -77,7 +81,7 @@ def adjoin(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 class Joined:
     """The product of linear layers with the same input, with weights that their parameters share.
 
-    Adapters are added apart: one product for all A, and one launch for each B.
+    Adapters are added apart: one product for all A, and one launch for each B. Weights of 4 bits are not joined.
 
     Args:
         linears: The layers, with or without adapters.
@@ -86,10 +90,13 @@ class Joined:
 
     def __init__(self, linears: Linears, weight: torch.Tensor | None = None) -> None:
         plain = [base_layer(linear) for linear in linears]
-        self.weight = adjoin([each.weight for each in plain]) if weight is None else weight
+        adapters = [adapter_of(linear) for linear in linears] if weight is None else []
+        self.quantized = plain if weight is None and isinstance(plain[0], NF4Linear) else []
+        self.weight = weight
+        if weight is None and not self.quantized:
+            self.weight = adjoin([each.weight for each in plain])
         self.bias = None if plain[0].bias is None else adjoin([each.bias for each in plain])
         self.down, self.ups, row, column = None, [], 0, 0
-        adapters = [adapter_of(linear) for linear in linears] if weight is None else []
         for each, adapter in zip(plain, adapters, strict=False):
             if adapter:
                 down, up, scale = adapter
@@ -102,7 +109,10 @@ class Joined:
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Compute [n, F] of states [n, D]."""
-        out = F.linear(states, self.weight, self.bias)
+        if self.quantized:
+            out = torch.cat([each(states) for each in self.quantized], 1)
+        else:
+            out = F.linear(states, self.weight, self.bias)
         if self.down is not None:
             inner = F.linear(states, self.down)
             for rows, columns, up, scale in self.ups:

@@ -4,7 +4,8 @@ On a CPU, torch's matrix product reorders the weight in each call, which takes m
 decode step. A rollout multiplies hundreds of times with the same weights, so `PackedWeights` converts them to oneDNN's
 memory order once.
 
-Adapters are merged into copies, W + alpha / r B A in fp32, rounded once. The weights of the policy are never written.
+Adapters are merged into copies, W + alpha / r B A in fp32, rounded once. 4-bit weights are dequantized into copies. The
+weights of the policy are never written.
 
 Shapes: N tokens, S rows of logits, D inputs and F outputs of a layer, V vocabulary.
 """
@@ -17,11 +18,12 @@ from functools import partial
 import torch
 
 from fastgrpo.loss.dispatch import HAS_TRITON, trusted
-from fastgrpo.policy.lora import adapter_of, base_layer, merged_weight
+from fastgrpo.policy.lora import adapter_of, base_layer, dense_weight, merged_weight
 from fastgrpo.policy.model import Context, Policy
+from fastgrpo.policy.quantized import NF4Linear
 from fastgrpo.rollout.attention import DecodeAttention
 from fastgrpo.rollout.graph import Graphs
-from fastgrpo.rollout.layers import Joined, Layers, groups, obstacle
+from fastgrpo.rollout.layers import LINEAR, Joined, Layers, groups, obstacle
 
 if HAS_TRITON:
     from fastgrpo.kernels import launch
@@ -31,7 +33,7 @@ PACKED_FROM = 16  # minimum tokens of a completion: fewer decode steps take less
 
 OPS = "_reorder_linear_weight", "_linear_pointwise"  # the operators that torch.compile uses for oneDNN
 FEW_ROWS = 32  # oneDNN chooses the memory order for products of about this many rows
-MERGED_SHARE = 0.3  # maximum share of the free memory for copies with merged adapters
+MERGED_SHARE = 0.3  # maximum share of the free memory for copies, with merged adapters or of 4-bit weights
 
 
 def packable(policy: Policy) -> bool:
@@ -64,9 +66,9 @@ class PackedWeights:
             self.layers = Layers(self.policy, products, fused=False)
         for layer in () if self.known else self.policy.module.modules():
             # Skip layers whose forward is already replaced, as offloading does.
-            linear = type(layer) is torch.nn.Linear and layer is not head and layer.weight.dtype == dtype
-            if linear and "forward" not in vars(layer):
-                self.forwards.append((layer, partial(_linear, packed=_packed(layer.weight), bias=layer.bias)))
+            linear = type(layer) in LINEAR and layer is not head and "forward" not in vars(layer)
+            if linear and (weight := dense_weight(layer)).dtype == dtype:
+                self.forwards.append((layer, partial(_linear, packed=_packed(weight), bias=layer.bias)))
         self.head = _packed(head.weight.float())  # log-probs need fp32 logits
 
     def _joined(self, linears):
@@ -114,7 +116,7 @@ class HeldWeights:
     Args:
         policy: The policy.
         graphs: The graphs that read the weights.
-        free: Returns the bytes of free memory, of which copies with merged adapters may take a share.
+        free: Returns the bytes of free memory, of which copies of weights may take a share.
     """
 
     def __init__(self, policy: Policy, graphs: Graphs, free: Callable[[], float]) -> None:
@@ -123,7 +125,7 @@ class HeldWeights:
         self.parameters, self.version = [], 0
         self.packed = PackedWeights(policy)
         self.fused, self.layers = uses_kernels(policy), None
-        self.copies = None  # by number of the group: the weight with merged adapters
+        self.copies = None  # by number of the group: the weight with merged adapters, dequantized
 
     def hold(self, longest: int) -> None:
         """Gather the weights before requests start, and record their addresses and versions.
@@ -148,18 +150,17 @@ class HeldWeights:
 
     @torch.no_grad()
     def _join(self):
-        """Make the products of the layers, with merged adapters if their copies fit."""
+        """Make the products of the layers, with copies of the weights if they fit."""
         joined = groups(self.policy)
         if self.copies is None:
-            weights = adapted_weights(self.policy)
-            size = sum(weight.nbytes for each in weights.values() for weight in each)
-            fits = size <= MERGED_SHARE * self.free()
-            self.copies = {i: torch.cat(each) for i, each in weights.items() if fits}
-            if weights:
-                how = "merged" if fits else "apart, since their merged weights do not fit"
-                logger.info("rollouts compute the adapters %s (%.2f GiB)", how, size / 2**30)
+            sizes = copied_bytes(self.policy)
+            fits = sum(sizes.values()) <= MERGED_SHARE * self.free()
+            self.copies = dict.fromkeys(sizes if fits else ())
+            if sizes:
+                how = "merged" if fits else "apart, since copies of the weights do not fit"
+                logger.info("rollouts compute the adapters %s (%.2f GiB)", how, sum(sizes.values()) / 2**30)
         for i, copy in self.copies.items():
-            torch.cat([merged_weight(linear) for linear in joined[i]], out=copy)
+            self.copies[i] = torch.cat([merged_weight(linear) for linear in joined[i]], out=copy)
         products = [Joined(linears, self.copies.get(i)) for i, linears in enumerate(joined)]
         self.layers = Layers(self.policy, products, fused=True)
 
@@ -205,10 +206,12 @@ class HeldWeights:
         self.gathered.close()
 
 
-def adapted_weights(policy: Policy) -> dict[int, list[torch.Tensor]]:
-    """Return the weights of each group of layers with adapters, by the number of the group."""
-    adapted = {i: linears for i, linears in enumerate(groups(policy)) if any(map(adapter_of, linears))}
-    return {i: [base_layer(linear).weight for linear in linears] for i, linears in adapted.items()}
+def copied_bytes(policy: Policy) -> dict[int, int]:
+    """Return the bytes of a copy of each group of layers with adapters or 4 bits, by the number of the group."""
+    copied = {i: linears for i, linears in enumerate(groups(policy))
+              if any(map(adapter_of, linears)) or isinstance(base_layer(linears[0]), NF4Linear)}  # fmt: skip
+    size = policy.dtype.itemsize
+    return {i: sum(each.in_features * each.out_features * size for each in linears) for i, linears in copied.items()}
 
 
 def uses_kernels(policy: Policy) -> bool:

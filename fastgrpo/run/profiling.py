@@ -54,11 +54,12 @@ def update_flops(body: torch.nn.Module, head_weight: torch.Tensor) -> tuple[int,
     attention, a few percent at the usual lengths, and recomputation are not counted, so the MFU is slightly too low.
     """
 
-    def cost(weight):
-        return 2 * weight.numel() * (3 if weight.requires_grad else 2)
+    def cost(weight, count):
+        return 2 * count * (3 if weight.requires_grad else 2)
 
     layers = [module for module in body.modules() if isinstance(module, torch.nn.Linear)]
-    return sum(cost(layer.weight) for layer in layers), cost(head_weight)
+    of_layers = sum(cost(layer.weight, layer.in_features * layer.out_features) for layer in layers)
+    return of_layers, cost(head_weight, head_weight.numel())
 
 
 class StageTimer:

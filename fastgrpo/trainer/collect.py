@@ -81,8 +81,13 @@ class Collector:
         for batch in range(args.dynamic_sampling or 1):
             wanted = args.prompts_per_step - sum(teaching)
             taken += args.oversampled(wanted)
-            drawn = self._begin(state, state.global_step, batch, wanted) if batch else self._of_step(state)
-            judged, measured, lost_now, turns = self._finish(drawn)
+            with self.timer.stage("rollout"):
+                drawn = self._begin(state, state.global_step, batch, wanted) if batch else self._of_step(state)
+                measured, lost_now, turns = self._finish(drawn)
+            with self.timer.stage("reward"):
+                judged = drawn.judging.result()
+                self.prompts.finish(drawn.groups)
+            self._need_steps(judged)
             live.append(measured)
             lost += lost_now
             for of_rank in turns:
@@ -166,42 +171,36 @@ class Collector:
             judging.add(i, drawn.restored[i])
         wanted = sum(i < count for i in mine) - len(drawn.restored)
         left = [i for i in mine if i not in drawn.restored] if wanted else []
-        with self.timer.stage("rollout"):
-            drawn.groups = self.prompts.start({i: prompts[i] for i in left}, self.args.num_generations, step, batch)
-            if self.rollout_func is None:
-                sampling = dataclasses.replace(self.sampling, seed=seed)
-                with self.engine.policy.gather():
-                    self.engine.sync(self.ranks, state.global_step)
-                    drawn.drawing = Drawing(self.engine, drawn.groups, sampling, wanted, judging.add, step % 2**14)
+        drawn.groups = self.prompts.start({i: prompts[i] for i in left}, self.args.num_generations, step, batch)
+        if self.rollout_func is None:
+            sampling = dataclasses.replace(self.sampling, seed=seed)
+            with self.engine.policy.gather():
+                self.engine.sync(self.ranks, state.global_step)
+                drawn.drawing = Drawing(self.engine, drawn.groups, sampling, wanted, judging.add, step % 2**14)
         return drawn
 
     def _finish(self, drawn):
-        """Wait for a batch: what was judged and measured, tokens aborted, turns by rank."""
-        lost, judging = 0, drawn.judging
-        with self.timer.stage("rollout"):
-            with self.engine.policy.gather():
-                if drawn.drawing is None:
-                    stop_ids = self.sampling.stop_token_ids
-                    own = rolled_out(self.rollout_func, drawn.groups, stop_ids, self.engine.policy)
-                    for i, samples in own.items():
-                        judging.add(i, samples)
-                else:
-                    self.ahead.wait(drawn)
-                    lost = drawn.drawing.lost
-            # All ranks wait for the slowest here, so that the time of the stage is that of the whole rollout.
-            measured = self.engine.metrics() if drawn.groups else {}
-            told = measured, lost, digest_of_rows(drawn.rows), self.prompts.turns()
-            live, lost, digests, turns = zip(*self.ranks.gather(told, "what the rollouts measured"), strict=True)
+        """Wait for a batch. Return what was measured, the tokens aborted, and turns by rank."""
+        lost = 0
+        with self.engine.policy.gather():
+            if drawn.drawing is None:
+                stop_ids = self.sampling.stop_token_ids
+                own = rolled_out(self.rollout_func, drawn.groups, stop_ids, self.engine.policy)
+                for i, samples in own.items():
+                    drawn.judging.add(i, samples)
+            else:
+                self.ahead.wait(drawn)
+                lost = drawn.drawing.lost
+        # All ranks wait for the slowest here, so that the time of the stage is that of the whole rollout.
+        measured = self.engine.metrics() if drawn.groups else {}
+        told = measured, lost, digest_of_rows(drawn.rows), self.prompts.turns()
+        live, lost, digests, turns = zip(*self.ranks.gather(told, "what the rollouts measured"), strict=True)
         if len({*digests}) > 1:
             raise ValueError(
                 f"the source of training rows ({type(self.source).__name__}) gave other rows on other ranks; its rows "
                 "must depend only on its state and the settings"
             )
-        with self.timer.stage("reward"):
-            judged = judging.result()
-            self.prompts.finish(drawn.groups)
-        self._need_steps(judged)
-        return judged, _means(list(filter(None, live))), sum(lost), turns
+        return _means(list(filter(None, live))), sum(lost), turns
 
     def _need_steps(self, judged):
         """Refuse a run that is to learn from step rewards, whose first batch has none."""

@@ -33,6 +33,7 @@ from fastgrpo.policy.liger_layers import would_apply
 from fastgrpo.policy.load import outline
 from fastgrpo.policy.lora import ADAPTER, add_lora
 from fastgrpo.policy.model import Policy, head_dim
+from fastgrpo.policy.quantized import NF4Linear, quantize
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.models import same_device
@@ -48,7 +49,7 @@ from fastgrpo.rollout.slots import (
     kv_token_bytes,
     memory_left,
 )
-from fastgrpo.rollout.weights import MERGED_SHARE, adapted_weights
+from fastgrpo.rollout.weights import MERGED_SHARE, copied_bytes
 
 PROMPT_TOKENS = 256  # the length of a typical prompt
 GRAPH_BYTES = 26 * 2**20  # of the driver for the graph of a decode step, as vLLM logs it (its pull request 22897)
@@ -56,8 +57,9 @@ FP32 = 4  # bytes of an fp32 number
 MICRO_BATCHES = 16384, 8192, 4096  # tokens of a micro-batch to choose from, and the first where nothing is planned
 # Predicted times on an H100, in products of one token with all weights (2 us for 1B parameters at half the peak): what
 # a micro-batch adds (gradients added in fp32, launches), also with sharded weights over NVLink; and a decode step of
-# few lanes, which reads all weights; and how much longer that takes with adapters beside the weights, not merged.
-PASS, PASS_SHARDED, DECODE_STEP, APART = 1_000, 10_000, 500, 1.25
+# few lanes, which reads all weights; and how much longer that takes with adapters beside the weights, not merged, and
+# with 4-bit weights that each step dequantizes.
+PASS, PASS_SHARDED, DECODE_STEP, APART, DEQUANTIZED = 1_000, 10_000, 500, 1.25, 2.5
 # The phases of a step with the highest memory use.
 TIMES = {
     "draw": "while completions are generated",
@@ -228,21 +230,24 @@ def _mlp_width(config):
 
 
 class Count(NamedTuple):
-    """Numbers of a model's parameters: base, adapters, trained base, and base of each layer."""
+    """Numbers of a model's parameters: base, adapters, trained base, and base of each layer; bytes of 4-bit weights."""
 
     base: int
     adapters: int
     trained: int
     layers: list[int]
+    packed: int
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Count":
         """Count the parameters of a model."""
         named, layers = list(model.named_parameters()), [m for m in model.modules() if isinstance(m, Layer)]
-        base = [p for name, p in named if ADAPTER not in name]
+        base = [p for name, p in named if ADAPTER not in name and p.dtype != torch.uint8]
+        packed = sum(p.nbytes for _, p in named if p.dtype == torch.uint8)
         adapters = sum(p.numel() for name, p in named if ADAPTER in name)
         sizes = [sum(p.numel() for name, p in m.named_parameters() if ADAPTER not in name) for m in layers]
-        return cls(sum(p.numel() for p in base), adapters, sum(p.numel() for p in base if p.requires_grad), sizes)
+        trained = sum(p.numel() for p in base if p.requires_grad)
+        return cls(sum(p.numel() for p in base), adapters, trained, sizes, packed)
 
     @property
     def rest(self) -> int:
@@ -343,7 +348,7 @@ class _Planner:
         policy = Policy.of(self.model) if fast and self.count.adapters and self.grpo else None
         if policy is None or obstacle(policy):
             return 0
-        return sum(weight.nbytes for each in adapted_weights(policy).values() for weight in each)
+        return sum(copied_bytes(policy).values())
 
     def _cost(self, tokens, recomputed, lanes, merged=False):
         """Predict the time of updates and decode steps, in products of one token with all weights."""
@@ -352,7 +357,8 @@ class _Planner:
         if not self.grpo:
             return token
         steps = self.config.max_completion_length * self.most / max(lanes, 1)  # vLLM servers have no lanes
-        decode = DECODE_STEP * (APART if self.count.adapters and not merged else 1)
+        apart = DEQUANTIZED if self.count.packed else APART if self.count.adapters else 1
+        decode = DECODE_STEP * (1 if merged else apart)
         return self.config.num_iterations * self.in_all * token + steps * decode
 
     def _token_bytes(self, recomputed):
@@ -408,11 +414,18 @@ class _Planner:
             size, how = numbers * each, f"{numbers:,} x {each} bytes"
             if self.sharded:
                 size, how = math.ceil(size / self.ranks), f"{how} / {self.ranks} devices"
+            if count.packed and name == "policy":
+                size, how = size + count.packed, f"{how}, {count.packed:,} bytes of 4-bit weights"
             if count.adapters:
                 how += f", and {count.adapters:,} x {of_adapter} bytes of adapters"
             if self.config.parallel == "fsdp2_offload":
                 size, how = 0, f"{size:,} bytes of host memory: {how}"
             parts.append(Part(name, size + count.adapters * of_adapter, how))
+        if count.packed:
+            layers = [module for module in self.model.modules() if isinstance(module, NF4Linear)]
+            numbers = max(layer.in_features * layer.out_features for layer in layers)
+            how, times = f"{numbers:,} x {b} bytes, one layer at a time", ("draw", "reference", "layers")
+            parts.append(Part("dequantized weight", numbers * b, how, times))
         return parts
 
     def _gathered(self):
@@ -524,12 +537,15 @@ def plan(
     model = model.to(dtype)
 
     @functools.cache
-    def with_lora(r, alpha, names):
+    def with_lora(r, alpha, names, load_in_4bit):
+        made = copy.deepcopy(model)
+        if load_in_4bit:
+            quantize(made, "nf4", "meta")
         with torch.device("meta"):  # the adapters need no values
-            return add_lora(copy.deepcopy(model), r=r, alpha=alpha, target_modules=names)
+            return add_lora(made, r=r, alpha=alpha, target_modules=names)
 
     def of(config, parallel, judges=judges):
-        lora = config.lora_r, config.lora_alpha, config.lora_target_modules
+        lora = config.lora_r, config.lora_alpha, config.lora_target_modules, config.load_in_4bit
         planned = with_lora(*lora) if config.use_peft else model
         return _Planner(config, planned, dtype, device, prompt_tokens, room, ranks, parallel, judges, waits).plan()
 
@@ -555,10 +571,12 @@ def plan(
 def _changes(config, ranks):
     """Return the flags that may save memory, each with the settings that it changes."""
     without_reference = {"ref_storage": None, "sync_ref_model": False}
+    adapters = {"use_peft": True} | (without_reference if isinstance(config, GRPOConfig) else {})
     tokens, length = config.max_tokens_per_microbatch // 2, config.max_completion_length // 2
     judges = json.dumps(keywords("reward_model_kwargs", config.reward_model_kwargs) | {"device": "cpu"})
     changes = {
-        "--use_peft True": {"use_peft": True} | (without_reference if isinstance(config, GRPOConfig) else {}),
+        "--use_peft True": adapters,
+        "--use_peft True --load_in_4bit True": adapters | {"load_in_4bit": True},
         "--beta 0": {"beta": 0.0} | without_reference,
         "--ref_storage cpu": {"ref_storage": "cpu"},
         "--ref_storage nf4": {"ref_storage": "nf4"},
@@ -586,6 +604,8 @@ def choose_parallel(config: TrainingConfig, whole: MemoryPlan | None) -> tuple[s
     """Choose ddp or fsdp2, and return it with the reason."""
     if config.parallel != "auto":
         return sharing(config.parallel), "set by parallel"
+    if config.load_in_4bit:
+        return "ddp", "4-bit weights are not sharded"
     if whole is None:
         return "ddp", "auto is ddp if the memory of a model cannot be planned"
     if whole.ranks == 1 or math.isinf(whole.room):

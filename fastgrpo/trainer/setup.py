@@ -46,8 +46,8 @@ def refuse_given(optimizers: Any, quantization_config: Any) -> None:
         )
     if quantization_config is not None:
         raise ValueError(
-            "quantization_config is not supported; load the model without quantization, and pass peft_config to save "
-            "memory"
+            "quantization_config is not supported; load the model without quantization, and set use_peft and "
+            "load_in_4bit"
         )
 
 

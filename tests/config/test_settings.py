@@ -145,7 +145,7 @@ def test_the_loss_and_its_settings_allow_the_same():
         kind = bare(KINDS[name])
         for value in outside(name) if kind in (int, float) else ():
             if value != math.inf:  # an infinite bound is no bound
-                with pytest.raises(ValueError):
+                with pytest.raises(ValueError, match=f"^{name} must be "):
                     Objective(**{name: value})
         for choice in get_args(kind) if get_origin(kind) is Literal else ():
             if choice != "dr_grpo":  # it needs a second knob

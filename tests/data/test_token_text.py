@@ -22,10 +22,6 @@ def test_turns_of_a_completion_with_tools_are_cut_at_their_tokens():
     assert TokenText(tokenizer).turns(ids, [1 - own for own in mask]) == ["", *parts[:3]]
 
 
-def of_bytes():
-    return tiny.tokenizer()
-
-
 def of_words():
     """SentencePiece's form: a space is a part of the token behind it, and none is written at the beginning."""
     pieces = ["▁", *sorted({c for c in TEXT if not c.isspace()}), "▁and", "▁two", "an", "▁sp", "aces", "▁caf", "é"]
@@ -43,7 +39,7 @@ def slow_ends(tokenizer, ids):
     return [len(text.rstrip(HALF)) for text in texts[:-1]] + [len(whole)]
 
 
-@pytest.mark.parametrize("make", [of_bytes, of_words])
+@pytest.mark.parametrize("make", [tiny.tokenizer, of_words])
 def test_every_token_ends_where_the_text_of_the_tokens_up_to_it_does(make):
     tokenizer = make()
     ids = tokenizer(TEXT)["input_ids"]
@@ -52,7 +48,7 @@ def test_every_token_ends_where_the_text_of_the_tokens_up_to_it_does(make):
     assert TokenText(tokenizer).ends([]) == []
 
 
-TOKENIZERS = [(tokenizer, TokenText(tokenizer)) for tokenizer in (of_bytes(), of_words())]
+TOKENIZERS = [(tokenizer, TokenText(tokenizer)) for tokenizer in (tiny.tokenizer(), of_words())]
 
 
 @hypothesis.given(st.sampled_from(TOKENIZERS), st.lists(st.integers(0, 2**16), min_size=1, max_size=40))

@@ -8,10 +8,10 @@ import torch
 import trl
 import trl_pairs
 from peft import LoraConfig, PromptTuningConfig, TaskType
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl_pairs import MICRO, SECOND, assert_same_gradients, gradients, make_inputs, pair, trainer, weights
 from updates import make_update
 
+from benchmarks.architectures import tiny_model
 from fastgrpo.data.records import Sample
 from fastgrpo.integrations import trl as integration
 from fastgrpo.integrations.trl import FusedGRPOTrainer, patch
@@ -105,12 +105,7 @@ def test_trains_adapters_like_trl(saved, tmp_path, name, head):
 
 
 def test_a_mixture_of_experts_keeps_its_auxiliary_loss(tmp_path):
-    config = Qwen3MoeConfig(
-        vocab_size=258, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2, head_dim=8,
-        num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1,
-        eos_token_id=1, pad_token_id=0, bos_token_id=None, tie_word_embeddings=False,
-    )  # fmt: skip
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
+    tiny_model("qwen3_moe", vocab_size=258).save_pretrained(tmp_path / "moe")
     both = pair(tmp_path / "moe", tmp_path, router_aux_loss_coef=0.5)
     assert_same_gradients(both, make_inputs(both.theirs))
     assert both.ours._metrics["train"]["aux_loss"] and both.ours.aux_loss_enabled

@@ -51,12 +51,8 @@ REFUSED = [
     ("delta", {"delta": 0.0}, {"delta": NAN}, {"loss_type": "sapo", "delta": 2.0}),
     ("beta", {"beta": -0.1}, {"beta": INF}, {"beta": NAN}, {"beta": None}),
     ("max_completion_length", *({"loss_type": "dr_grpo", "max_completion_length": x} for x in (None, 0, INF, "8"))),
-    ("sapo_temperature_neg", {"loss_type": "sapo", "sapo_temperature_neg": 0.0}),
-    ("vespo_lambda_pos", {"loss_type": "vespo", "vespo_lambda_pos": 0.0}),
-    ("vespo_k_neg", {"vespo_k_neg": -1.0}),
     ("importance_sampling_mode", {"importance_sampling_mode": "tis"}),
     ("importance_sampling_clip_min", {"importance_sampling_clip_min": 3.0}),
-    ("entropy_coef", {"entropy_coef": NAN}),
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Loading a policy: files, GGUF files too, device, dtype, stop tokens, prompts that fit, and errors."""
+"""Loading a policy: files, GGUF files too, device, dtype, stop tokens, and errors."""
 
 import json
 
@@ -8,11 +8,10 @@ import tiny_gguf
 import torch
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.data.records import Prompt
 from fastgrpo.policy import load
 from fastgrpo.policy.characters import character_model
 from fastgrpo.policy.device import cast, choose_device, choose_dtype, package_obstacle
-from fastgrpo.policy.fit import check_rows, examples_of, prompts_of
+from fastgrpo.policy.fit import check_rows, examples_of
 from fastgrpo.policy.gguf import find_gguf
 from fastgrpo.policy.load import load_policy, policy_and_tokenizer, read_config, read_weights, stop_token_ids
 from fastgrpo.policy.model import Policy
@@ -30,12 +29,6 @@ def test_a_completion_ends_at_the_tokenizers_token_and_at_the_configs(named, ids
         tokenizer.eos_token = None
         with pytest.raises(ValueError, match="no completion could end"):
             stop_token_ids(policy, tokenizer)
-
-
-def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused():
-    with pytest.raises(ValueError, match="258 tokens"):
-        load.check_vocabulary(Policy.of(tiny.model(vocab_size=64)), tiny.tokenizer())
-    load.check_vocabulary(Policy.of(tiny.model(vocab_size=258)), tiny.tokenizer())
 
 
 def test_a_folder_gives_the_policy_and_its_tokenizer(saved):
@@ -144,19 +137,6 @@ def test_a_package_that_does_not_load_is_named_with_the_reason(tmp_path, monkeyp
     assert "OSError: undefined symbol" in package_obstacle("package_oserror")
     assert package_obstacle("json.decoder") is None
     assert package_obstacle("some_package.inside") == "needs the package: pip install some-package"
-
-
-def test_prompts_that_do_not_fit_name_their_row():
-    policy, tokenizer = Policy(tiny.model(vocab_size=258)), tiny.tokenizer(chat=True)  # a context of 256
-    good = {"prompt": "ab", "n": 1}
-    (prompt,) = prompts_of([good], Prompts(tokenizer), policy, 6)
-    assert prompt == Prompt(tokenizer("ab")["input_ids"], "ab", {"n": 1})
-    for row, match in (
-        ({"prompt": "c" * 60}, "'cc.*max_completion_length=200 it exceeds"), ({"question": "?"}, "'prompt'"),
-        ({"prompt": ""}, "no tokens"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"data row 1: .*{match}"):
-            check_rows([good, row], Prompts(tokenizer), policy, 200)
 
 
 def test_character_models_follow_their_seed_and_refuse_unknown_characters():

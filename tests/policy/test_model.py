@@ -3,8 +3,8 @@
 import pytest
 import tiny
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
+from benchmarks.architectures import tiny_model
 from fastgrpo.data.records import Batch, Sample
 from fastgrpo.policy.device import cast
 from fastgrpo.policy.load import prepare
@@ -15,12 +15,7 @@ IDS = torch.tensor([5, 9, 20, 7, 11])
 
 
 def test_logits_and_log_probs_have_the_soft_cap_of_the_model():
-    torch.manual_seed(0)
-    settings = {**tiny.SHAPE, "head_dim": 8, "final_logit_softcapping": CAP, "sliding_window": 64}
-    model = Gemma3ForCausalLM(Gemma3TextConfig(**settings))
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(4)
-    policy = prepare(model)
+    policy = prepare(tiny_model("gemma3_text", final_logit_softcapping=CAP))
     with torch.no_grad():
         out = policy.module(IDS[None], output_hidden_states=True)
     states, logits = out.hidden_states[-1][0], out.logits[0]

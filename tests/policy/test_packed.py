@@ -8,8 +8,10 @@ import tiny
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+from runs import logps_of
+from updates import gradients
 
+from benchmarks.architectures import tiny_model
 from fastgrpo.data.records import Batch, Sample
 from fastgrpo.policy.attention import PackedAttention
 from fastgrpo.policy.device import cast
@@ -45,19 +47,11 @@ def exact_model(architecture, checkpointing):
     return in_fp64(tiny.model(architecture, gradient_checkpointing=checkpointing))
 
 
-def gradients(model):
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
-
-
 def alone(model, samples, mixed):
     """Log-probs of each sample by transformers' own forward pass, and the gradients of the sum of mixed * log-prob."""
     logps = []
     for sample, factors in zip(samples, mixed, strict=True):
-        logits = model(torch.tensor([sample.prompt_ids + sample.ids]), use_cache=False).logits[0]
-        every = logits[len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
-        logps.append(every.gather(-1, torch.tensor(sample.ids)[:, None])[:, 0])
+        logps.append(logps_of(model, sample))
         (logps[-1] * factors).sum().backward()
     return [values.detach() for values in logps], gradients(model)
 
@@ -96,21 +90,10 @@ def test_packed_log_probs_and_gradients_equal_padded_ones(architecture, how, sha
         torch.testing.assert_close(found[name], gradient, atol=1e-9, rtol=1e-9, msg=name)
 
 
-SHAPE = tiny.SHAPE | {"head_dim": 8}
-
-
 def special_model(name, **how):
     """A model that packed attention cannot run: a cap low enough to bend the scores, or a window of 6 tokens."""
-    torch.manual_seed(0)
-    if name == "soft cap":
-        caps = {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 8}
-        model = Gemma2ForCausalLM(Gemma2Config(**SHAPE, **caps, sliding_window=256))
-    else:
-        model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=6))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(4)
+    caps = {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 0.5, "sliding_window": 256}
+    model = tiny_model("gemma2", **caps) if name == "soft cap" else tiny_model("mistral", sliding_window=6)
     return prepare(model, **how)
 
 

@@ -9,7 +9,8 @@ from fastgrpo.data.records import Batch
 from fastgrpo.policy import ref_model
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.ref_model import FrozenCopy, QuantizedCopy, Scoring, StreamedCopy, make_reference, quantize, score
+from fastgrpo.policy.quantized import quantize
+from fastgrpo.policy.ref_model import FrozenCopy, QuantizedCopy, Scoring, StreamedCopy, make_reference, score
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -20,7 +21,7 @@ WHOLE = Scoring(1.0, 10_000)
 
 
 def wide(**changes):
-    """A policy whose layers have multiples of 64 inputs, as nf4 on a CPU needs."""
+    """A policy whose layers have multiples of 64 inputs, as nf4 needs."""
     return tiny.model(hidden_size=64, **changes)
 
 
@@ -106,10 +107,6 @@ def test_streamed_equals_resident(name, layers):
         assert same(streamed.score(samples_of(), how), resident.score(samples_of(), how))
 
 
-def storage(tensor):
-    return tensor.untyped_storage().data_ptr()
-
-
 def test_weights_side_by_side_keep_their_dtypes():
     values = [torch.randn(3, 5), torch.randn(7).bfloat16(), torch.randn(2, 2).double()]
     parameters = [torch.nn.Parameter(value.clone(), requires_grad=False) for value in values]
@@ -118,7 +115,7 @@ def test_weights_side_by_side_keep_their_dtypes():
     packed.attach(buffer)
     for parameter, value in zip(parameters, values, strict=True):
         assert parameter.dtype == value.dtype and torch.equal(parameter, value)
-        assert storage(parameter) == storage(buffer)
+        assert parameter.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
 
 
 @pytest.mark.gpu
@@ -156,7 +153,7 @@ def test_quantized_layers_are_near_and_small_and_the_head_is_exact(quantization,
         error = (weight - theirs.weight).float().norm() / theirs.weight.float().norm()
         assert 0.1 * WEIGHT_ERROR[quantization] < error < WEIGHT_ERROR[quantization]
         data, entries = getattr(ours.weight, "qdata", ours.weight.data), theirs.weight.numel()
-        assert data.numel() * data.element_size() == {"int8": entries, "nf4": entries // 2}[quantization]
+        assert data.nbytes == {"int8": entries, "nf4": entries * 9 // 16}[quantization]
 
 
 @pytest.mark.parametrize("kl", ["k3", "full"])
@@ -171,9 +168,3 @@ def test_the_error_of_quantization_is_logged_once(quantization, tmp_path, kl):
     quantized, truth = (torch.cat(r.score(seen[0], WHOLE)) for r in (reference, exact))
     d = (quantized - truth).double()
     assert errors[0] == pytest.approx((d.exp() - d - 1).mean().item(), rel=1e-3)
-
-
-def test_rejects_nf4_on_a_cpu_where_it_is_wrong():
-    pytest.importorskip("bitsandbytes", reason="not installed (extra: quantization)")
-    with pytest.raises(ValueError, match=r"q_proj has 32 inputs.*multiple of 64"):
-        quantize(tiny.model(), "nf4", "cpu")

@@ -29,11 +29,12 @@ import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from paths import ROOT
+from runs import make_trainer
 from torch.distributed.run import get_args_parser
 from transformers import Qwen2ForCausalLM
 
 import fastgrpo
-from fastgrpo import GRPOConfig, GRPOTrainer, train
+from fastgrpo import train
 from fastgrpo.__main__ import COMMANDS
 from fastgrpo.__main__ import main as overview
 from fastgrpo.config import recipe
@@ -223,16 +224,13 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, model):
-    args = GRPOConfig(
-        output_dir=str(tmp_path_factory.mktemp("run") / "run"), max_steps=2, num_generations=2, logging_steps=1,
-        max_completion_length=4, prompts_per_step=1,
-    )  # fmt: skip
-    rows = [{"prompt": "What is a prime? "}]
-    trainer = GRPOTrainer(str(model), lambda completions, **_: list(map(len, map(str, completions))), args, rows)
+    few = {"max_steps": 2, "num_generations": 2, "max_completion_length": 4, "prompts_per_step": 1}
+    rows, reward = [{"prompt": "What is a prime? "}], lambda completions, **_: list(map(len, map(str, completions)))
+    trainer = make_trainer(tmp_path_factory.mktemp("run"), reward, rows, model=str(model), **few)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastgrpo.run.curves.draw_curves", lambda *_: None)
         trainer.train()
-    return args.output_dir
+    return trainer.args.output_dir
 
 
 @pytest.fixture

@@ -26,14 +26,6 @@ def two_ranks():
     return Ranks(0, 2, store=dist.HashStore())
 
 
-def test_one_process_exchanges_nothing():
-    tensor = torch.ones(3)
-    with ALONE.waiting("a step"):
-        assert ALONE.gather(3, "it") == [3] and ALONE.from_lead(4, "it") == 4 and ALONE.any(True, "it") is True
-        ALONE.sum([tensor], "it")
-    assert ALONE.lead and tensor.tolist() == [1, 1, 1]
-
-
 # A rank that is lost.
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):

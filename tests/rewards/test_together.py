@@ -14,16 +14,11 @@ ROWS[2]["hint"] = "greet"  # a column of one row alone
 PROMPTS = [to_prompt(row, tiny.tokenizer()) for row in ROWS]
 
 
-class Recorded(Ranks):
+def one_of(size, rank, gather):
     """One of several ranks, whose exchanges are played back."""
-
-    def __init__(self, rank, size, values=None):
-        super().__init__(rank, size)
-        self.values, self.given = values, None
-
-    def gather(self, value, what):
-        self.given = value
-        return self.values or [value]
+    ranks = Ranks(rank, size)
+    ranks.gather = gather
+    return ranks
 
 
 def drawn(indices, filtered):
@@ -55,11 +50,11 @@ def together(shares, filtered=False, functions=(length, failing), on_error="rais
         rewards = Rewards(list(functions), on_error=on_error)
         return judge_together(rewards, drawn(share, filtered), PROMPTS, tiny.tokenizer(), ranks=ranks, **more)
 
-    recorded = [Recorded(rank, len(shares)) for rank in range(len(shares))]
-    for ranks, share in zip(recorded, shares, strict=True):
-        judge(ranks, share)
-    given = [ranks.given for ranks in recorded]
-    return [judge(Recorded(rank, len(shares), given), share, **arguments) for rank, share in enumerate(shares)]
+    given, size = [], len(shares)
+    for rank, share in enumerate(shares):
+        judge(one_of(size, rank, lambda value, what: given.append(value) or [value]), share)
+    ranks = [one_of(size, rank, lambda value, what: given) for rank in range(size)]
+    return [judge(one, share, **arguments) for one, share in zip(ranks, shares, strict=True)]
 
 
 @pytest.mark.parametrize("filtered", [False, True])

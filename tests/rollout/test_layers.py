@@ -119,6 +119,7 @@ def test_adapters_stay_apart_where_their_copies_do_not_fit(monkeypatch):
 
 
 def test_models_that_differ_keep_their_own_layers():
+    assert obstacle(Policy.of(tiny.model("qwen2", gradient_checkpointing=True))) is None
     assert obstacle(Policy.of(tiny.model("mistral"))) and obstacle(Policy.of(tiny.model("smollm3")))
     watched = tiny.model("qwen2")
     watched.model.layers[1].register_forward_hook(lambda *_: None)

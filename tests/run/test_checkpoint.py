@@ -89,15 +89,12 @@ def test_a_damaged_manifest_is_named(tmp_path, manifest):
 SHARDED = [f"shards/{name}" for name in (".metadata", "values.pt", "rng-0.pt")]
 
 
-@pytest.mark.parametrize(
-    "names, lacking",
-    [
-        (("rng.pt", "model.safetensors"), "does not list optimizer.pt"),
-        (("rng.pt", "optimizer.pt"), "lists no weights"),
-        ((*SHARDED[:2], "model.safetensors"), "does not list shards/rng-0.pt"),
-        ((*SHARDED, "model-1-of-2.safetensors"), None),
-    ],
-)
+@pytest.mark.parametrize("names, lacking", [
+    (("rng.pt", "model.safetensors"), "does not list optimizer.pt"),
+    (("rng.pt", "optimizer.pt"), "lists no weights"),
+    ((*SHARDED[:2], "model.safetensors"), "does not list shards/rng-0.pt"),
+    ((*SHARDED, "model-1-of-2.safetensors"), None),
+])  # fmt: skip
 def test_what_a_run_needs_must_be_listed(tmp_path, names, lacking):
     path = write_checkpoint(RunFolder(tmp_path), 3, of_names("trainer_state.json", *names))
     verify(path)
@@ -296,16 +293,13 @@ def test_a_failed_save_names_the_last_good_one(tmp_path, capsys):
     assert {path.name for path in contents(log.dir) if "checkpoint" in path.name} == {"checkpoint-2"}
 
 
-@pytest.mark.parametrize(
-    "greater, saved, kept",
-    [
-        (None, [(2, 0.1), (4, 0.9), (6, 0.9), (8, 0.5)], [4, 8]),
-        (False, [(2, 0.1), (4, 0.9), (6, 0.9), (8, 0.5)], [2, 8]),
-        # A stop saves before it evaluates; the run that goes on evaluates the step whose checkpoint is there.
-        (None, [(2, None), (2, 0.9), (4, 0.5), (6, 0.6)], [2, 6]),
-        (None, [(2, 0.1), (4, None)], [2, 4]),
-    ],
-)
+@pytest.mark.parametrize("greater, saved, kept", [
+    (None, [(2, 0.1), (4, 0.9), (6, 0.9), (8, 0.5)], [4, 8]),
+    (False, [(2, 0.1), (4, 0.9), (6, 0.9), (8, 0.5)], [2, 8]),
+    # A stop saves before it evaluates; the run that goes on evaluates the step whose checkpoint is there.
+    (None, [(2, None), (2, 0.9), (4, 0.5), (6, 0.6)], [2, 6]),
+    (None, [(2, 0.1), (4, None)], [2, 4]),
+])  # fmt: skip
 def test_the_best_one_stays(tmp_path, greater, saved, kept, capsys):
     best = {"metric_for_best_model": "reward", "greater_is_better": greater}
     checkpointer, log = make_checkpointer(tmp_path, save_total_limit=1, **best)
@@ -322,13 +316,10 @@ def test_the_best_one_stays(tmp_path, greater, saved, kept, capsys):
 ROWS = [{"prompt": "ab", "answer": 1}, {"prompt": "cd", "answer": 2}]
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        ROWS[::-1], [ROWS[0], {"prompt": "cd", "answer": "2"}],
-        [{"prompt": "a", "answer": 1}, {"prompt": "bcd", "answer": 2}],
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("other", [
+    ROWS[::-1], [ROWS[0], {"prompt": "cd", "answer": "2"}],
+    [{"prompt": "a", "answer": 1}, {"prompt": "bcd", "answer": 2}],
+])  # fmt: skip
 def test_other_rows_have_another_digest(other):
     assert digest_of_rows(other) != digest_of_rows(ROWS) == digest_of_rows(tuple(UserDict(row) for row in ROWS))
     assert digest_of_rows([dict(reversed(row.items())) for row in ROWS]) == digest_of_rows(ROWS)

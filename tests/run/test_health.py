@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from runs import lines, make_trainer
+from runs import PROMPTS, lines, make_trainer
 from updates import rising
 
 from fastgrpo import GRPOConfig
@@ -66,16 +66,13 @@ def test_every_check_has_its_case():
     assert metrics <= set(METRICS)
 
 
-@pytest.mark.parametrize(
-    "settings, changes",
-    [
-        ({}, {}),
-        ({"max_grad_norm": 0.0}, {"grad_norm": 9.0}),  # no bound, no clipping
-        # completions of one token are not cut off
-        ({"max_completion_length": 1},
-         {"completions/clipped_ratio": 1.0, "completions/min_length": 1, "completions/max_length": 1}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("settings, changes", [
+    ({}, {}),
+    ({"max_grad_norm": 0.0}, {"grad_norm": 9.0}),  # no bound, no clipping
+    # completions of one token are not cut off
+    ({"max_completion_length": 1},
+     {"completions/clipped_ratio": 1.0, "completions/min_length": 1, "completions/max_length": 1}),
+])  # fmt: skip
 def test_a_healthy_run_gets_no_warning(settings, changes):
     assert told(Watch(GRPOConfig(**settings), NO_CHECKPOINTS), changes, 50) == [[]] * 50
 
@@ -111,11 +108,8 @@ def test_skipping_an_update_causes_no_sync():
     assert torch.stack(norms).isfinite().tolist() == [True, False, True]
 
 
-ROWS = [{"prompt": "ab"}, {"prompt": "c"}]
-
-
 def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, capsys):
-    trainer = make_trainer(tmp_path, rising, ROWS, prompts_per_step=2, max_steps=4, loss_type="grpo")
+    trainer = make_trainer(tmp_path, rising, PROMPTS[:2], prompts_per_step=2, max_steps=4, loss_type="grpo")
     loss = trainer.updates.loss
 
     def spoilt(*arguments):

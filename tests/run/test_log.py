@@ -30,17 +30,14 @@ def test_metrics_are_means_over_logging_steps(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    "name, values, logged",
-    [
-        ("ratio/max", [3.0, 9.0, 1.0], 9.0), ("sampler/logp_gap_max", [0.1, 0.3, 0.2], 0.3),
-        ("completions/min_length", [4, 2, 5], 2), ("skipped_updates", [1, 0, 2], 3),
-        ("rewards/judge/errors", [1, 0, 2], 3), ("api/errors", [1, 0, 2], 1),
-        ("tools/calc/calls", [4, 0, 2], 6), ("tools/calc/latency_s", [4.0, None, 2.0], 3.0),
-        ("learning_rate", [3e-6, 2e-6, 1e-6], 1e-6), ("curriculum/level", [0, 1, 1], 1),
-        ("completions/mean_length", [3.0, 4.0, 8.0], 5.0), ("kl", [1.0, None, 2.0], 1.5),  # not measured in one step
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, values, logged", [
+    ("ratio/max", [3.0, 9.0, 1.0], 9.0), ("sampler/logp_gap_max", [0.1, 0.3, 0.2], 0.3),
+    ("completions/min_length", [4, 2, 5], 2), ("skipped_updates", [1, 0, 2], 3),
+    ("rewards/judge/errors", [1, 0, 2], 3), ("api/errors", [1, 0, 2], 1),
+    ("tools/calc/calls", [4, 0, 2], 6), ("tools/calc/latency_s", [4.0, None, 2.0], 3.0),
+    ("learning_rate", [3e-6, 2e-6, 1e-6], 1e-6), ("curriculum/level", [0, 1, 1], 1),
+    ("completions/mean_length", [3.0, 4.0, 8.0], 5.0), ("kl", [1.0, None, 2.0], 1.5),  # not measured in one step
+])  # fmt: skip
 def test_not_every_metric_is_a_mean(tmp_path, name, values, logged):
     with make_log(tmp_path, logging_steps=3) as log:
         for step, value in enumerate(values, 1):
@@ -125,16 +122,13 @@ def test_lines_are_json_whatever_the_numbers_and_texts_are(tmp_path):
 
 
 # The names of TRL, and what `train` returns.
-@pytest.mark.parametrize(
-    "values, made",
-    [
-        ({"eval_a/reward": 1.0, "eval/reward": 2.0}, {"eval_a_reward": 1.0, "eval_reward": 2.0}),
-        ({"eval/reward": 1.0, "eval/sampled/reward": 0.5}, {"eval_reward": 0.5}),  # sampled before greedy
-        ({"test/accuracy": 0.5, "test/time": 1.0}, {"test_accuracy": 0.5, "test_runtime": 1.0}),
-        # what is logged in training keeps its name
-        ({"time/loss": 1.0, "time/reward": 2.0, "loss": 3.0, "rewards/length/mean": 1.0, "learning_rate": 0.1}, None),
-    ],
-)
+@pytest.mark.parametrize("values, made", [
+    ({"eval_a/reward": 1.0, "eval/reward": 2.0}, {"eval_a_reward": 1.0, "eval_reward": 2.0}),
+    ({"eval/reward": 1.0, "eval/sampled/reward": 0.5}, {"eval_reward": 0.5}),  # sampled before greedy
+    ({"test/accuracy": 0.5, "test/time": 1.0}, {"test_accuracy": 0.5, "test_runtime": 1.0}),
+    # what is logged in training keeps its name
+    ({"time/loss": 1.0, "time/reward": 2.0, "loss": 3.0, "rewards/length/mean": 1.0, "learning_rate": 0.1}, None),
+])  # fmt: skip
 def test_an_entry_of_the_history_has_trls_names(values, made):
     assert entry(3, values | {"epoch": 0.5}) == (values if made is None else made) | {"epoch": 0.5, "step": 3}
 

@@ -43,26 +43,23 @@ def test_a_changed_setting_is_refused_or_warned_of_or_free(tmp_path):
 SYNCED = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 7}
 
 
-@pytest.mark.parametrize(
-    "before, now, rule",
-    [
-        ({}, {}, "free"),
-        # a change without effect is free, unless it had an effect before
-        ({"ref_model_sync_steps": 7}, {}, "free"),
-        (SYNCED, {"beta": 0.1}, "same"),
-        # what auto chooses is compared when it is known
-        ({"gradient_checkpointing": True}, {}, "free"),
-        ({"gradient_checkpointing": True}, {"gradient_checkpointing": False}, "inexact"),
-        # some values of a setting are more alike than others
-        ({"ref_storage": None}, {"ref_storage": "cpu"}, "inexact"),
-        ({"ref_storage": "nf4"}, {"ref_storage": "cpu"}, "same"),
-        ({}, {"reward_model_kwargs": '{"device": "cpu"}'}, "inexact"),
-        ({"reward_model_kwargs": '{"separator": ";"}'}, {}, "same"),
-        ({"rollout_backend": "fast"}, {"rollout_backend": "eager"}, "inexact"),
-        ({"rollout_backend": "auto"}, {"rollout_backend": "hf"}, "same"),
-        ({"parallel": "fsdp2"}, {"parallel": "fsdp2_offload"}, "inexact"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("before, now, rule", [
+    ({}, {}, "free"),
+    # a change without effect is free, unless it had an effect before
+    ({"ref_model_sync_steps": 7}, {}, "free"),
+    (SYNCED, {"beta": 0.1}, "same"),
+    # what auto chooses is compared when it is known
+    ({"gradient_checkpointing": True}, {}, "free"),
+    ({"gradient_checkpointing": True}, {"gradient_checkpointing": False}, "inexact"),
+    # some values of a setting are more alike than others
+    ({"ref_storage": None}, {"ref_storage": "cpu"}, "inexact"),
+    ({"ref_storage": "nf4"}, {"ref_storage": "cpu"}, "same"),
+    ({}, {"reward_model_kwargs": '{"device": "cpu"}'}, "inexact"),
+    ({"reward_model_kwargs": '{"separator": ";"}'}, {}, "same"),
+    ({"rollout_backend": "fast"}, {"rollout_backend": "eager"}, "inexact"),
+    ({"rollout_backend": "auto"}, {"rollout_backend": "hf"}, "same"),
+    ({"parallel": "fsdp2"}, {"parallel": "fsdp2_offload"}, "inexact"),
+])  # fmt: skip
 def test_some_changes_depend_on_the_values(tmp_path, before, now, rule):
     if "ref_storage" in before:
         before, now = before | {"beta": 0.1}, now | {"beta": 0.1}

@@ -254,15 +254,12 @@ class Forged:
 NAMING = b"ctorch.distributed.checkpoint.metadata\n%s\n."
 
 
-@pytest.mark.parametrize(
-    "content, why",
-    [
-        (pickle.dumps(Forged()), "it names builtins.print, which a list of tensors never contains"),
-        (NAMING % b"dataclass", r"it names torch\.\S*\.dataclass"),  # which runs the names of fields as source
-        (NAMING % b"BytesStorageMetadata", r"it names torch\.\S*\.BytesStorageMetadata"),
-        (pickle.dumps(Metadata({"weights": StorageMeta()})), "weights is not a tensor"),
-    ],
-)
+@pytest.mark.parametrize("content, why", [
+    (pickle.dumps(Forged()), "it names builtins.print, which a list of tensors never contains"),
+    (NAMING % b"dataclass", r"it names torch\.\S*\.dataclass"),  # which runs the names of fields as source
+    (NAMING % b"BytesStorageMetadata", r"it names torch\.\S*\.BytesStorageMetadata"),
+    (pickle.dumps(Metadata({"weights": StorageMeta()})), "weights is not a tensor"),
+])  # fmt: skip
 def test_rejects_a_forged_list_of_tensors(tmp_path, content, why, capsys):
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match=rf"\.metadata cannot be read: .*{why}"):
@@ -282,13 +279,10 @@ def test_the_log_is_truncated_only_if_every_rank_resumes(ranks, refused, why):
         assert line["steps"] == ([1] if why is None else [1, 2])
 
 
-@pytest.mark.parametrize(
-    "case, told",
-    [
-        ("unseen", "checkpoint-2 could not be written.*rank 2: "),
-        ("full", r"checkpoint-3 could not be written.*rank 1: \[Errno 27\].*checkpoint-1 is the newest good one"),
-    ],
-)
+@pytest.mark.parametrize("case, told", [
+    ("unseen", "checkpoint-2 could not be written.*rank 2: "),
+    ("full", r"checkpoint-3 could not be written.*rank 1: \[Errno 27\].*checkpoint-1 is the newest good one"),
+])  # fmt: skip
 def test_a_rank_that_cannot_write_fails_the_save_on_all(ranks, case, told):
     """Rank 2 does not see the folder, or the disk of rank 1 is full."""
     said = [line for lines in ranks[1] for line in lines if case in line]

@@ -51,25 +51,21 @@ def test_sets_no_handlers_in_other_threads():
     assert seen == [(True, False)]
 
 
-class TwoRanks(Ranks):
-    """Two ranks, of which the other one has received a signal, or none."""
-
-    def __init__(self, rank, others):
-        super().__init__(rank, 2)
-        self.others = others
-
-    def gather(self, value, what):
-        return [value, self.others] if self.lead else [self.others, value]
+def two_ranks(rank, others):
+    """One of two ranks, of which the other one has received a signal, or none."""
+    ranks = Ranks(rank, 2)
+    ranks.gather = lambda value, what: [others, value] if rank else [value, others]
+    return ranks
 
 
 @pytest.mark.parametrize("rank, told", [(0, 1), (1, 0)])
 def test_a_signal_on_one_rank_stops_all_ranks_and_is_reported_once(rank, told, capfd):
-    with StopSignals(TwoRanks(rank, None)) as stop:
+    with StopSignals(two_ranks(rank, None)) as stop:
         assert not stop.agree("whether to stop")
         os.kill(os.getpid(), signal.SIGTERM)
         assert not capfd.readouterr().err  # it may be torchrun's, after the death of another rank
         assert stop.agree("whether to stop") and stop.agree("whether to stop")
-    with StopSignals(TwoRanks(rank, signal.SIGINT)) as other:
+    with StopSignals(two_ranks(rank, signal.SIGINT)) as other:
         assert other.agree("whether to stop")
     with pytest.raises(KeyboardInterrupt):
         other.leave()
@@ -81,7 +77,7 @@ def test_a_signal_on_one_rank_stops_all_ranks_and_is_reported_once(rank, told, c
 def test_sigterm_of_torchrun_does_not_stop_a_rank_from_reporting():
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        with pytest.raises(RankLost), StopSignals(TwoRanks(0, None)):
+        with pytest.raises(RankLost), StopSignals(two_ranks(0, None)):
             os.kill(os.getpid(), signal.SIGTERM)
             raise RankLost("rank 0 stops")
         os.kill(os.getpid(), signal.SIGTERM)

@@ -114,11 +114,3 @@ def test_controls_are_escaped(show):
     told = ESCAPE.sub("", screen.getvalue()).replace("\r\n", "\n")
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", told)
     assert all(text.encode("unicode_escape").decode("ascii") in told for text in odd)
-
-
-def test_tables_are_plain_outside_of_a_terminal(capsys):
-    print_table([("a", 1), ("long", "x")])
-    print_columns([["metric", "a"], ["accuracy", "0.5"]])
-    assert capsys.readouterr().out.splitlines() == [
-        "  a     1", "  long  x", "| metric   | a   |", "| ---      | --- |", "| accuracy | 0.5 |",
-    ]  # fmt: skip

@@ -3,13 +3,13 @@
 import pytest
 import tiny
 from processes import awaited
-from server import TOOL_TEMPLATE, start
+from server import start
 
 
 @pytest.fixture(scope="module")
 def server():
     tokenizer = tiny.tokenizer(chat=True)
-    tokenizer.chat_template = TOOL_TEMPLATE
+    tokenizer.chat_template = tiny.TOOL_TEMPLATE
     made = start(tokenizer)
     yield made
     made.stop()

@@ -58,19 +58,8 @@ def test_openai(server):
         assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content
         assert chunks[-1].finish_reason == whole.finish_reason
 
-    for error, asked in (
-        (openai.BadRequestError, {"prompt": "a", "presence_penalty": 1.0}), (openai.NotFoundError, {"model": "x"}),
-        (openai.BadRequestError, {"prompt": "a" * 3000}),
-    ):  # fmt: skip
-        with pytest.raises(error):
-            client.completions.create(**{"model": "tiny", "prompt": "a"} | asked)
-
-    async def many():
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-            asked = (client.completions.create(prompt="abc", **greedy) for _ in range(64))
-            return await asyncio.gather(*asked)
-
-    assert {reply.choices[0].text for reply in asyncio.run(many())} == {text}
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(prompt="a" * 3000, **greedy)
 
 
 def test_lm_eval(server, folder, tmp_path):

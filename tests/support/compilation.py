@@ -1,8 +1,10 @@
 """Ahead-of-time compilation of a Triton kernel for a GPU that is not there, and what is asked of the result."""
 
+import ast
 import re
 import subprocess
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,16 @@ MATRIX_INSTRUCTION = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: r"UTC\w*MMA", 12
 FLOATS = {"inv_t", "cap", "low", "high", "delta", "beta", "tau_pos", "tau_neg", "scale", "scale2"}
 FLOATS |= {"limit", "min_p_span", "eps"}
 DIVISIBLE = re.compile(r".*_(ptr|stride)|depth|vocab")  # by 16, as in every model's head
+PARSING, PARSE = threading.Lock(), ast.parse
+
+
+def parse(*given, **named):
+    """Parse in one thread at a time: two at once may raise a SystemError in Python 3.11."""
+    with PARSING:
+        return PARSE(*given, **named)
+
+
+ast.parse = parse
 
 
 @dataclass(eq=False)

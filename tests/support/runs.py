@@ -1,4 +1,4 @@
-"""Small runs: a trainer over a tiny model, a reward that can be learnt, and samples for one update."""
+"""Small runs: a trainer over a tiny model, a reward that can be learnt, samples for one update, plain log-probs."""
 
 import json
 
@@ -46,3 +46,14 @@ def samples_of(count=6, seed=0):
 
     advantages = [1.0, -0.5, 0.0, 2.0, -1.0, 0.3]
     return [Sample(ids(3 + i % 3), ids(2 + (5 * i) % 7), advantages[i % 6]) for i in range(count)]
+
+
+def logits_of(model, sample):
+    """The logits [T, V] of the tokens of a completion, by a plain pass over this sample alone."""
+    ids = torch.tensor([sample.prompt_ids + sample.ids])
+    return model(ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
+
+
+def logps_of(model, sample):
+    """The log-probs [T] of the tokens of a completion, by these logits."""
+    return logits_of(model, sample).log_softmax(-1).gather(-1, torch.tensor(sample.ids)[:, None])[:, 0]

@@ -13,11 +13,6 @@ from fastgrpo.serving.scheduler import Scheduler
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {
     "type": "object", "properties": {"a": {"type": "integer"}}}}}  # fmt: skip
-TOOL_TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] or '' }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} "
-    "| tojson }}</tool_call>{% endfor %}<eos>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
 def start(tokenizer, max_num_seqs=8, max_requests=1024, **settings):

@@ -10,6 +10,11 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} "
+    "| tojson }}</tool_call>{% endfor %}<eos>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 # One that reads a keyword argument, and refuses to go without it.
 MOODY_TEMPLATE = "{% if mood is not defined %}{{ raise_exception('no mood') }}{% endif %}[{{ mood }}]" + CHAT_TEMPLATE
 SHAPE = {

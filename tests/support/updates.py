@@ -1,4 +1,4 @@
-"""A GRPO update of a policy without a trainer around it, and runs whose samples are older than their updates."""
+"""A GRPO update without a trainer around it, gradients by name, and runs whose samples are older than their updates."""
 
 import copy
 
@@ -68,3 +68,10 @@ def mixed_samples(trained, max_staleness, tolerance, mixed_too=True):
                 chosen = versions == version
                 torch.testing.assert_close(logps[chosen], sample.logps[chosen], atol=tolerance, rtol=0)
     return mixed
+
+
+def gradients(module):
+    """The gradients by name; the module has none afterwards."""
+    found = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    module.zero_grad()
+    return found

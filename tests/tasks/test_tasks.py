@@ -9,12 +9,11 @@ import tiny
 from jails import needs_namespaces
 from paths import DATA
 from runs import lines
-from transformers import AutoTokenizer
 
 from fastgrpo.config.recipe import parse
 from fastgrpo.config.settings import TrainConfig
 from fastgrpo.rewards.gsm8k import digits_reward
-from fastgrpo.tasks import arithmetic, dataset, find_task, gsm8k, make_policy, sums
+from fastgrpo.tasks import arithmetic, dataset, find_task, gsm8k, sums
 from fastgrpo.train import main
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -29,6 +28,7 @@ def trained(folder, flags):
 
 
 @pytest.mark.parametrize("task, flags, metrics", [
+    ("arithmetic", "", {"rewards/correctness/mean"}),
     ("bandit", "--reward_funcs preferred", {"true_reward"}),
     ("calculator", "", {"rewards/correctness/mean", "tools/calc/calls"}),
     pytest.param("code", "", {"rewards/sandbox_python/mean"}, marks=needs_namespaces),
@@ -106,20 +106,13 @@ def test_arithmetic_trains_on_no_held_out_pair():
         assert arithmetic.correctness([], [text, text + "0"], [str(a + b)] * 2) == [1.0, 0.0]
 
 
-def test_the_warm_start_sees_no_held_out_pair(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        "fastgrpo.trainer.supervised.sft", lambda model, examples, **_: seen.extend(examples)
-    )  # it alone learns
-    path = make_policy(arithmetic, tmp_path / "model", TrainConfig(device="cpu"), lambda *_: None)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    prompts = {tokenizer.decode(example.prompt_ids) for example in seen}
-    _, held_out = arithmetic.carry_pairs()
+def test_the_warm_start_sees_no_held_out_pair():
+    shown, (_, held_out) = arithmetic.examples(seed=0), arithmetic.carry_pairs()
+    prompts = {row["prompt"] for row in shown}
     assert len(prompts) > 1000
     assert not prompts & {f"{a}+{b}=" for pair in held_out for a, b in (pair, pair[::-1])}
-    a, b = (int(number) for number in tokenizer.decode(seen[0].prompt_ids)[:-1].split("+"))
-    assert tokenizer.decode(seen[0].ids, skip_special_tokens=True) == arithmetic.written(a, b)
-    assert seen[0].ids[-1] == tokenizer.eos_token_id
+    a, b = map(int, shown[0]["prompt"][:-1].split("+"))
+    assert shown[0]["completion"] == arithmetic.written(a, b)
 
 
 @pytest.mark.parametrize("system_prompt", [None, "Be brief."])

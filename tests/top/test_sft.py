@@ -9,7 +9,6 @@ from runs import lines
 
 from fastgrpo import sft
 from fastgrpo.run.checkpoint import checkpoints
-from fastgrpo.tasks import bandit
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 COUNTS = {"max_steps": 2, "batch_size": 4, "max_completion_length": 5, "max_eval_samples": 3}
@@ -44,10 +43,3 @@ def test_the_built_in_task_starts_from_random_weights_and_accepts_another_file(f
     assert (state["rows"], state["command"]) == (1, "sft")
     resumed = ["--output_dir", str(run), "--resume_from_checkpoint", "auto"]
     check(sft.main, [*SHORT, *resumed], "was trained with train_file=.*now it is None", capfd)
-
-
-def test_a_task_has_its_own_recipe(files, monkeypatch):
-    monkeypatch.setitem(bandit.WARM_START, "steps", 20)  # so many batches of rows are drawn
-    few = ["--max_steps", "2", "--batch_size", "4", "--eval_num_generations", "2", "--device", "cpu"]
-    assert sft.main(["--task", "bandit", "--output_dir", str(files / "run"), *few]) == 0
-    assert [row["step"] for row in lines(files / "run") if "eval/pass@1" in row] == [0, 2]

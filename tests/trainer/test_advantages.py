@@ -57,6 +57,15 @@ def test_each_reward_is_standardized_before_it_is_weighted():
     assert [c.advantage for c in done] == pytest.approx([1, -1, 0], abs=1e-3)
 
 
+def test_baseline_scale_and_clip_follow_the_settings():
+    group = [completion(reward) for reward in (0.0, 1.0, 2.0, 6.0)]  # mean 9/4, sample variance 83/12
+    done = advantages(group, advantage_baseline="leave_one_out", scale_rewards="none")
+    assert [c.advantage for c in done] == pytest.approx([-3, -5 / 3, -1 / 3, 5])
+    scale = math.sqrt(83 / 12) + EPS
+    done = advantages(group, advantage_clip=0.5)
+    assert [c.advantage for c in done] == pytest.approx([-0.5, -1.25 / scale, -0.25 / scale, 0.5])
+
+
 def test_process_advantages_by_hand():
     # Step rewards 1 0 | 2: mean 1, squares 0 + 1 + 1 over 2, deviation 1.
     one = 1 + EPS

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import tiny
 import torch
-from runs import lines, make_trainer, samples_of
+from runs import lines, logits_of, make_trainer, samples_of
 from torch.distributions import Categorical, kl_divergence
-from updates import make_update, rising
+from updates import gradients, make_update, rising
 
 from benchmarks import architectures
 from fastgrpo.data.records import Batch
@@ -48,9 +48,7 @@ def weighted_groups():
 
 
 def distributions(policy, sample):
-    ids = torch.tensor([sample.prompt_ids + sample.ids])
-    logits = policy.module(ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
-    return Categorical(logits=logits / TEMPERATURE)
+    return Categorical(logits=logits_of(policy.module, sample) / TEMPERATURE)
 
 
 def move(policy):
@@ -60,12 +58,6 @@ def move(policy):
         for parameter in policy.module.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * (0.1 * parameter.std().nan_to_num(0) + 0.02))
-
-
-def gradients(policy):
-    found = {n: p.grad.clone() for n, p in policy.module.named_parameters() if p.grad is not None}
-    policy.module.zero_grad()
-    return found
 
 
 @pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "apart"])
@@ -86,7 +78,7 @@ def test_the_gradient_is_that_of_full_logits(name, share_prompt):
         loss = loss + (sample.weights * (FULL["beta"] * kl - ratio * sample.advantage)).sum()
         divergences.append(kl.detach())
     loss.backward()
-    expected, mean = gradients(policy), torch.cat(divergences).mean().item()
+    expected, mean = gradients(policy.module), torch.cat(divergences).mean().item()
     assert mean > 0.01
     found, kl, parts = 0.0, 0.0, micro_batches(samples, 24, share_prompt)
     assert len(parts) == 2
@@ -97,21 +89,17 @@ def test_the_gradient_is_that_of_full_logits(name, share_prompt):
         found, kl = found + out.loss.item(), kl + (out.metrics["kl"] * out.metrics["active_tokens"]).item()
     assert found == pytest.approx(loss.item(), abs=1e-5)
     assert kl == pytest.approx(mean * sum(len(s.ids) for s in samples), rel=1e-4)
-    actual = gradients(policy)
+    actual = gradients(policy.module)
     assert actual.keys() == expected.keys()
     for weight, gradient in expected.items():
         torch.testing.assert_close(actual[weight], gradient, rtol=1e-3, atol=2e-5, msg=weight)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"ref_storage": "cpu", "entropy_coef": 0.01},
-        {"sync_ref_model": True, "ref_model_sync_steps": 1},
-        {"num_iterations": 2, "updates_per_rollout": 2, "importance_sampling_level": "sequence", "loss_type": "grpo"},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
+@pytest.mark.parametrize("settings", [
+    {"ref_storage": "cpu", "entropy_coef": 0.01},
+    {"sync_ref_model": True, "ref_model_sync_steps": 1},
+    {"num_iterations": 2, "updates_per_rollout": 2, "importance_sampling_level": "sequence", "loss_type": "grpo"},
+], ids=lambda settings: next(iter(settings)))  # fmt: skip
 def test_a_run_measures_a_kl_that_begins_at_0(tmp_path, settings):
     make_trainer(tmp_path, rising, beta=0.1, kl="full", **settings).train()
     first, second = (row["kl"] for row in lines(tmp_path / "run") if "kl" in row)

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import tiny
 import torch
-from runs import make_trainer, samples_of
+from runs import logps_of, make_trainer, samples_of
 from updates import before_each_step, make_update
 
 from fastgrpo.kernels import reference
@@ -29,13 +29,6 @@ def stepped_samples():
     own = process_advantages(steps, lengths, 3)
     pairs = [{"advantage": a.mean().item(), "token_advantages": a.float()} for a in own]
     return [dataclasses.replace(s, **values) for s, values in zip(samples, pairs, strict=True)]
-
-
-def logps_of(model, sample):
-    """[T] log-probs of a completion by a plain forward pass over it alone."""
-    ids = torch.tensor([sample.prompt_ids + sample.ids])
-    logits = model(ids).logits[0, len(sample.prompt_ids) - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, torch.tensor(sample.ids)[:, None])[:, 0]
 
 
 def updates_of(samples, objective, **settings):

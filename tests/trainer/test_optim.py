@@ -1,6 +1,7 @@
 """fp32 masters, clipping, schedules."""
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -137,30 +138,22 @@ def test_schedules_follow_transformers():
         check_schedule("linear", further)
 
 
-class Beside(Ranks):
+def beside(others):
     """Rank 0 of two; the other one has gradients of ones for some of the masters, and a loss of 2."""
-
-    def __init__(self, others):
-        super().__init__(0, 2)
-        self.others = others
-
-    def gather(self, value, what):
-        return [value, self.others]
-
-    def sum(self, tensors, what):
-        self.sent = len(tensors)
-        for tensor in tensors:
-            tensor += 2 if tensor.ndim == 0 else 1
+    ranks = Ranks(0, 2)
+    ranks.gather = lambda value, what: [value, others]
+    ranks.sum = Mock(side_effect=lambda tensors, what: [tensor.add_(1 + (tensor.ndim == 0)) for tensor in tensors])
+    return ranks
 
 
 def test_ranks_sum_gradients_and_skip_unused_parameters():
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, 2)) for _ in range(3)])
     optimizer = MasterAdamW(model, learning_rate=0.1, weight_decay=0.5)
     model[0].grad = torch.full((2, 2), 4.0)
-    ranks = Beside([True, True, False])  # the second one on the other rank alone, the third on none
-    assert optimizer.reduce(ranks, torch.tensor(3.0)) == 5 and ranks.sent == 3
+    ranks = beside([True, True, False])  # the second one on the other rank alone, the third on none
+    assert optimizer.reduce(ranks, torch.tensor(3.0)) == 5 and len(ranks.sum.call_args.args[0]) == 3
     assert (model[0].grad == 5).all() and (model[1].grad == 1).all() and model[2].grad is None
     optimizer.step()
     assert (model[2] == 1).all() and (model[1] < 1).all()
-    assert optimizer.reduce(Beside([False, True, False]), None) == 2
+    assert optimizer.reduce(beside([False, True, False]), None) == 2
     assert optimizer.reduce(ALONE, None) is None

@@ -11,20 +11,17 @@ from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.trainer.setup import make_policy
 
 
-class Two(Ranks):
+def two(digest=None, weights=()):
     """Rank 1 of two, which gets from rank 0 what a test says."""
 
-    def __init__(self, digest=None, weights=None):
-        super().__init__(1, 2)
-        self.digest, self.weights = digest, weights
+    def gather(value, what):
+        compared = digest is not None and isinstance(value, dict) and "weights_of_the_model" in value
+        return [{"weights_of_the_model": digest} if compared else value, value]
 
-    def gather(self, value, what):
-        compared = self.digest is not None and isinstance(value, dict) and "weights_of_the_model" in value
-        return [{"weights_of_the_model": self.digest} if compared else value, value]
-
-    def share(self, tensors, what):
-        for tensor, theirs in zip(tensors, self.weights, strict=True):
-            tensor.detach().copy_(theirs)
+    ranks = Ranks(1, 2)
+    ranks.gather = gather
+    ranks.share = lambda tensors, what: [mine.detach().copy_(own) for mine, own in zip(tensors, weights, strict=True)]
+    return ranks
 
 
 def config(**settings):
@@ -34,7 +31,7 @@ def config(**settings):
 def test_a_model_made_in_memory_gets_the_weights_of_rank_0():
     theirs = tiny.model(seed=0, vocab_size=258)
     weights = [*theirs.parameters(), *theirs.buffers()]
-    made = make_policy(tiny.model(seed=1, vocab_size=258), tiny.tokenizer(), config(), Two(weights=weights))
+    made = make_policy(tiny.model(seed=1, vocab_size=258), tiny.tokenizer(), config(), two(weights=weights))
     assert all(torch.equal(*pair) for pair in zip(made.policy.parameters(), theirs.parameters(), strict=True))
     assert made.parallel == "ddp" and made.digest is None
 
@@ -42,8 +39,8 @@ def test_a_model_made_in_memory_gets_the_weights_of_rank_0():
 def test_other_weights_on_another_rank_are_refused(tmp_path):
     path = tiny.save(tmp_path / "model")
     with pytest.raises(ValueError, match="the weights of the model differ between rank 0 and rank 1; give all ranks"):
-        make_policy(str(path), None, config(), Two(digest="0"))
-    make_policy(str(path), None, config(), Two())
+        make_policy(str(path), None, config(), two(digest="0"))
+    make_policy(str(path), None, config(), two())
 
 
 def test_one_process_that_shards_to_the_host_trains_as_with_ddp(tmp_path):

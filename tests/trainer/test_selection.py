@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 import trl
-from runs import samples_of
+from runs import logits_of, samples_of
 from updates import before_each_step, make_update
 
 from fastgrpo import Objective
@@ -32,9 +32,7 @@ def padded(model, samples):
     """[S, T] mask, log-probs and entropies by full logits, one sample at a time."""
     mask, logps, entropies = torch.zeros(len(samples), T), torch.zeros(len(samples), T), torch.zeros(len(samples), T)
     for i, sample in enumerate(samples):
-        n, prompt = len(sample.ids), len(sample.prompt_ids)
-        logits = model(torch.tensor([sample.prompt_ids + sample.ids])).logits[0, prompt - 1 : -1]
-        scores = (logits.float() / 0.9).log_softmax(-1)
+        n, scores = len(sample.ids), (logits_of(model, sample) / 0.9).log_softmax(-1)
         mask[i, :n] = 1
         logps[i, :n] = scores.gather(1, torch.tensor(sample.ids)[:, None])[:, 0]
         entropies[i, :n] = -(scores.exp() * scores).sum(-1)
@@ -108,9 +106,7 @@ def plain_loss(model, samples, share, coef, beta):
     mask, _, entropies = padded(model, samples)
     top = (entropies >= torch.quantile(entropies[mask.bool()], 1 - share)) & mask.bool()
     for i, sample in enumerate(samples):
-        n, prompt = len(sample.ids), len(sample.prompt_ids)
-        logits = model(torch.tensor([sample.prompt_ids + sample.ids])).logits[0, prompt - 1 : -1]
-        scores = (logits / 0.9).log_softmax(-1)
+        n, scores = len(sample.ids), (logits_of(model, sample) / 0.9).log_softmax(-1)
         logps = scores.gather(1, torch.tensor(sample.ids)[:, None])[:, 0]
         gap = logps.detach() - logps  # the reference is the policy as it is
         surrogate = -(logps - logps.detach()).exp() * sample.advantage * top[i, :n]

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from resumed import assert_same_run
-from runs import lines
+from runs import lines, logps_of
 from updates import before_each_step, make_update
 
 from fastgrpo import SFTConfig, SFTTrainer, linear_grpo_loss
@@ -44,13 +44,7 @@ def make_trainer(tmp_path, name="run", rows=ROWS, eval_rows=HELD_OUT, reward_fun
 def test_the_held_out_loss_covers_only_completions(tmp_path):
     trainer = make_trainer(tmp_path)
     examples = [example for row in HELD_OUT for example in to_examples(row, trainer.tokenizer)]
-    logps = []
-    for example in examples:
-        ids = torch.tensor([example.prompt_ids + example.ids])
-        with torch.no_grad():
-            every = trainer.model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        logps.append(every[len(example.prompt_ids) - 1 :])
-    expected = -torch.cat(logps).mean().item()
+    expected = -torch.cat([logps_of(trainer.model, example) for example in examples]).mean().item()
     assert mean_loss(trainer.policy, examples, Dealer(max_tokens=8)) == pytest.approx(expected, abs=1e-5)
     summary = trainer.train()
     assert summary["steps"] == 6 and summary["accuracy_after"] is None

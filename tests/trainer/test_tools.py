@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from runs import logps_of
 from tool_runs import ENDS, ROWS, Counter, CountingBuilder, count, make_trainer
 from updates import before_each_step, make_update
 
@@ -50,11 +51,8 @@ def test_the_tokens_of_answers_are_attended_to_and_not_learned(share_prompt):
     assert [len(sample.weights) for sample in updated] == [4, 3, 2, 2]
     total = 0.0
     for sample in samples:
-        ids = torch.tensor([sample.prompt_ids + sample.ids])
-        logps = plain(ids).logits[0, :-1].float().log_softmax(-1)
-        own = logps[range(len(ids[0]) - 1), ids[0, 1:]][len(sample.prompt_ids) - 1 :]
         mask = torch.tensor(sample.tool_mask or [1] * len(sample.ids))
-        total = total - sample.advantage * (own * mask).sum() / 11
+        total = total - sample.advantage * (logps_of(plain, sample) * mask).sum() / 11
     total.backward()
     for gradient, parameter in zip(*found, plain.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, atol=1e-6, rtol=1e-5)

@@ -10,10 +10,7 @@ from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-
-
-def varied(completions, **_):
-    return [sum(map(ord, text)) % 7 for text in completions]
+from updates import rising
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +22,7 @@ def trained(tmp_path_factory):
         patch.setattr("fastgrpo.run.curves.draw_curves", lambda *_: None)
         for name, settings in (("plain", {}), ("lora", lora)):
             folder, settings = tmp_path_factory.mktemp(name), settings | {"dtype": "bfloat16", "learning_rate": 1e-2}
-            made[name] = runs.make_trainer(folder, varied, chat=True, **settings)
+            made[name] = runs.make_trainer(folder, rising, chat=True, **settings)
             made[name].train()
     return made
 

@@ -25,10 +25,8 @@ RUN = "--task dataset --dataset_name {rows} --reward_funcs own_rewards:share --d
 LINES = {
     # command line: what the message names
     "train --learning_rat 1": "learning_rat.*did you mean --learning_rate",
-    "train --gradient_checkpointing maybe": "gradient_checkpointing",
-    "train --num_generations 1": "num_generations must be at least 2, got 1",
-    "train --max_num_seqs 4": "max_num_seqs=4 .* num_generations=8",
     "train --task gsm9k": "task .*'gsm9k'",
+    "train --task gsm8k": "task gsm8k needs --model_name_or_path",
     "train --environment my_tools:Guess": "arithmetic makes its own data",
     "train --config no.yaml": "no.yaml",
     f"train {RUN} --model_name_or_path {{model}} --output_dir {{rows}}/x": "output_dir",
@@ -36,7 +34,6 @@ LINES = {
     "train --sweep num_generation=2,4": "--sweep: .*'num_generations'",
     f"train {RUN} --sweep model_name_or_path={{model}},/no/such": "no such model folder: /no/such",
     "evaluate": "model",
-    "evaluate {model} --output {rows}": "train.jsonl exists",
     "chat": "an argument is missing",
     "chat {model} --top_p 2": "top_p",
     "chat {model} --prompt " + "abc" * 700: "2100 tokens",
@@ -146,7 +143,7 @@ ROWS = {
     '{"question": "b"}': "train.jsonl:3: .*'prompt'",
     '{"prompt": ""}': "train.jsonl:3: the prompt '' has no tokens",
     '{"prompt": [{"role": "user", "content": "hi"}]}': "train.jsonl:3: .*chat template",
-    json.dumps({"prompt": "abc" * 700}): "train.jsonl:3: .* has 2100 tokens",
+    json.dumps({"prompt": "abc" * 682}): "train.jsonl:3: .* has 2046 tokens.*max_completion_length=4 it exceeds",
 }
 
 

@@ -1,6 +1,5 @@
 """A run that was stopped or damaged goes on and is, to the last bit, the run that was not; or it is refused by name."""
 
-import json
 import multiprocessing
 import random
 import signal
@@ -8,6 +7,7 @@ import time
 from functools import partial
 
 import pytest
+import tiny
 import torch
 from resumed import Crash, acting, assert_same_run, crash, make_trainer
 from runs import lines
@@ -51,14 +51,18 @@ def test_a_stopped_run_resumes_bit_for_bit(whole, dtype, step, capsys):
 
 @pytest.mark.parametrize("settings", [
     ADAPTERS | {"dtype": "bfloat16"},
+    ADAPTERS | {"dtype": "bfloat16", "load_in_4bit": True},
     {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_storage": "cpu"},
     {"ref_storage": "int8"},
     {"beta": 0.0, "rollout_backend": "hf", "multi_objective_aggregation": "normalize_then_sum"} | ENTROPY,
-], ids=["adapters", "moving", "int8", "entropy"])  # fmt: skip
+], ids=["adapters", "nf4", "moving", "int8", "entropy"])  # fmt: skip
 def test_resumes_every_kind_of_policy_and_reference_bit_for_bit(tmp_path, settings):
     settings = settings | {"max_steps": 6}
     if quantized := settings.get("ref_storage") == "int8":
         pytest.importorskip("torchao")
+    if "load_in_4bit" in settings:
+        pytest.importorskip("bitsandbytes")
+    tiny.save(tmp_path / "model", hidden_size=64)
     make_trainer(tmp_path, "whole", **settings).train()
     run = stopped(tmp_path, 5, **settings)
     assert (run / "checkpoint-5" / "adapter_model.safetensors").exists() == ("use_peft" in settings)
@@ -175,19 +179,8 @@ def test_rejects_paths_that_are_not_checkpoints(tmp_path, path, output_dir, matc
         log_of(tmp_path, output_dir=output_dir, resume_from_checkpoint=str(tmp_path / path))
 
 
-def test_settings_that_change_the_run_are_refused_and_others_warned_of(whole, capsys):
+def test_a_checkpoint_past_max_steps_is_refused(whole):
     folder = whole()
     crashed(folder, "changed", 5)
-
-    def make(**settings):
-        return make_trainer(folder, "changed", resume_from_checkpoint="auto", **settings)
-
     with pytest.raises(ValueError, match="checkpoint-4 is past max_steps=3"):
-        make(max_steps=3).train()
-    with pytest.raises(ValueError, match="trained with dtype='float32', now it is 'bfloat16'"):
-        make(dtype="bfloat16").train()
-    assert json.loads((folder / "changed" / "config.json").read_text())["dtype"] == "float32"
-    capsys.readouterr()
-    make(max_steps=10, save_steps=5, max_num_seqs=64, reward_errors="skip").log.close()
-    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert len(warnings) == 2 and "max_steps was 8 and is 10 now" in warnings[1]
+        make_trainer(folder, "changed", resume_from_checkpoint="auto", max_steps=3).train()

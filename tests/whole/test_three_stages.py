@@ -1,6 +1,5 @@
 """docs/examples/three_stages.sh, as docs/recipes/three-stages.md runs it: GRPO and distillation keep what they gain."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
+from runs import lines
 
 GSM8K = os.environ.get("FASTGRPO_GSM8K")
 EXAMPLES = ROOT / "docs" / "examples"
@@ -25,15 +25,11 @@ def run_stages(tmp_path, capsys):
         assert (tmp_path / "report.html").exists()
         evaluations = {}
         for name in ("sft", "train", "distilled"):
-            rows = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-            evaluations[name] = [
-                {key: value for key, value in row.items() if "ci95" not in key}
-                for row in rows
-                if "eval/accuracy" in row
-            ]
+            rows = [row for row in lines(tmp_path / name) if "eval/accuracy" in row]
+            evaluations[name] = [{key: value for key, value in row.items() if "ci95" not in key} for row in rows]
             with capsys.disabled():
                 print(name, *evaluations[name], sep="\n")
-        return evaluations, [json.loads(line) for line in (tmp_path / "distilled.jsonl").read_text().splitlines()]
+        return evaluations, lines(tmp_path, "distilled.jsonl")
 
     return run
 

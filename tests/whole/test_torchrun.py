@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import tiny
 import torch.distributed as dist
-from ranks import START, start, started
+from processes import awaited
+from ranks import start, started
 from resumed import assert_same_run
-from runs import PROMPTS, share_of_a
+from runs import make_trainer, share_of_a
 
-from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.run.checkpoint import checkpoints
 
 pytestmark = pytest.mark.slow
@@ -34,14 +34,13 @@ def main(folder, name):
             os.kill(os.getpid(), signal.SIGKILL)
         return share_of_a(completions)
 
-    config = GRPOConfig(
-        output_dir=str(folder / name), max_steps=10**6 if name == "long" else 4, prompts_per_step=4, num_generations=4,
-        max_completion_length=6, learning_rate=1e-2, beta=0.05, logging_steps=1, save_steps=1, device="cpu",
-        dtype="float32", gradient_checkpointing=False, resume_from_checkpoint="auto", ddp_timeout=50,
-    )  # fmt: skip
+    settings = {
+        "output_dir": str(folder / name), "max_steps": 10**6 if name == "long" else 4, "learning_rate": 1e-2,
+        "beta": 0.05, "save_steps": 1, "dtype": "float32", "resume_from_checkpoint": "auto", "ddp_timeout": 50,
+    }  # fmt: skip
     if (folder / name / "summary.json").exists():
         return  # as after a restart
-    trainer = GRPOTrainer(str(folder / "model"), reward, config, PROMPTS)
+    trainer = make_trainer(folder, reward, model=str(folder / "model"), **settings)
     try:
         trainer.train()
     except (SystemExit, KeyboardInterrupt) as stop:
@@ -72,19 +71,13 @@ def test_torchrun_restarts_and_resumes_a_run_after_a_rank_died(folder, restarted
     assert_same_run(folder / "killed", folder / "whole")
 
 
-def wait_for(job, what, limit=START):
-    end = time.monotonic() + limit
-    while not what():
-        assert time.monotonic() < end and job.process.poll() is None, job.told()
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_torchrun_stops_all_ranks_after_the_same_step(tmp_path, folder, number):
     tmp_path.joinpath("model").symlink_to(folder / "model")
     run = tmp_path / "long"
     with start([SCRIPT, tmp_path, "long"]) as job:
-        wait_for(job, lambda: run.exists() and checkpoints(run))
+        awaited(lambda: job.process.poll() is not None or (run.exists() and checkpoints(run)))
+        assert job.process.poll() is None, job.told()
         job.process.send_signal(number)
         assert job.wait() == 1  # torchrun's own code after any signal
         step = max(checkpoints(run))
