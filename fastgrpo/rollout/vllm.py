@@ -404,7 +404,7 @@ class VLLMBackend(RolloutBackend):
     def sync(self, ranks: Ranks = ALONE, step: int = 0) -> None:
         """On rank 0, let servers with other weights load the policy's weights, and compare log-probs.
 
-        While requests are in flight, this returns before the servers have loaded them.
+        While requests are in flight, this returns before the servers have loaded the weights.
         """
         self._end_loading()
         changed, self.step_now = self.probe.update(), step
