@@ -88,12 +88,15 @@ def quantize(model: PreTrainedModel, name: str, device: torch.device | str) -> P
             import bitsandbytes  # noqa: F401 - it registers its operators
         except ImportError:
             raise ValueError("nf4 needs bitsandbytes: pip install 'fastgrpo[quantization]'") from None
-    for path, module in list(model.named_modules()):
-        if isinstance(module, torch.nn.Linear) and module is not lm_head and ADAPTER not in path:
-            if module.in_features % NF4_BLOCK:
-                raise ValueError(
-                    f"{path} has {module.in_features} inputs, but nf4 needs a multiple of {NF4_BLOCK}; leave out "
-                    "load_in_4bit, or use ref_storage=int8"
-                )
-            model.set_submodule(path, NF4Linear(module, device))
+    named = [(path, it) for path, it in model.named_modules() if isinstance(it, torch.nn.Linear)]
+    linear = [(path, it) for path, it in named if it is not lm_head and ADAPTER not in path]
+    if not linear:
+        raise ValueError(f"{type(model).__name__} has no torch.nn.Linear to store in nf4; leave out load_in_4bit")
+    for path, module in linear:
+        if module.in_features % NF4_BLOCK:
+            raise ValueError(
+                f"{path} has {module.in_features} inputs, but nf4 needs a multiple of {NF4_BLOCK}; leave out "
+                "load_in_4bit, or use ref_storage=int8"
+            )
+        model.set_submodule(path, NF4Linear(module, device))
     return model.to(device)

@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 from runs import lines, make_trainer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from fastgrpo.policy.load import load_policy
 from fastgrpo.policy.lora import base_weights
@@ -15,7 +15,6 @@ from fastgrpo.rollout.layers import groups
 
 pytest.importorskip("bitsandbytes", reason="not installed (extra: quantization)")
 pytestmark = pytest.mark.usefixtures("without_curves")
-QLORA = {"load_in_4bit": True, "use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear"}
 IDS = torch.tensor([[5, 9, 2, 33, 17, 8, 60]])
 
 
@@ -27,15 +26,18 @@ def test_a_product_is_that_of_the_dequantized_weight_and_keeps_none_for_its_grad
     expected = layer.dense(torch.nn.Parameter(layer.dequantized()))(states)
     assert torch.equal(found, expected) and not kept and layer.weight.nbytes == 128 * 24 * 9 // 16
     torch.testing.assert_close(*(torch.autograd.grad(product, states, gradient) for product in (found, expected)))
-    with pytest.raises(ValueError, match=r"q_proj has 32 inputs.*multiple of 64"):
-        quantize(tiny.model(), "nf4", "cpu")
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=1))
+    for model, problem in ((tiny.model(), r"q_proj has 32 inputs.*multiple of 64"), (gpt2, "no torch.nn.Linear")):
+        with pytest.raises(ValueError, match=problem):
+            quantize(model, "nf4", "cpu")
 
 
 def test_adapters_learn_on_weights_that_stay_and_every_file_gives_the_trained_policy(tmp_path, monkeypatch):
     path, run = str(tiny.save(tmp_path / "model", hidden_size=64)), tmp_path / "run"
-    how = {"max_completion_length": 20, "gradient_checkpointing": True, "learning_rate": 2e-2, "beta": 0.1}
-    how["reward"] = lambda completions, **_: [len(set(text)) for text in completions]
-    trainer = make_trainer(tmp_path, model=path, **how, **QLORA)
+    trainer = make_trainer(
+        tmp_path, lambda completions, **_: [len(set(text)) for text in completions], model=path, learning_rate=2e-2,
+        beta=0.1, max_completion_length=20, gradient_checkpointing=True, load_in_4bit=True, use_peft=True,
+    )  # fmt: skip
     planned = next(part.bytes for part in trainer.plan.parts if part.name == "policy")
     assert planned == sum(parameter.nbytes for parameter in trainer.policy.parameters())
     before = {name: value.clone() for name, value in base_weights(trainer.model).items()}

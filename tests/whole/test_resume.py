@@ -58,10 +58,9 @@ def test_a_stopped_run_resumes_bit_for_bit(whole, dtype, step, capsys):
 ], ids=["adapters", "nf4", "moving", "int8", "entropy"])  # fmt: skip
 def test_resumes_every_kind_of_policy_and_reference_bit_for_bit(tmp_path, settings):
     settings = settings | {"max_steps": 6}
-    if quantized := settings.get("ref_storage") == "int8":
-        pytest.importorskip("torchao")
-    if "load_in_4bit" in settings:
-        pytest.importorskip("bitsandbytes")
+    quantized = settings.get("ref_storage") == "int8"
+    if quantized or "load_in_4bit" in settings:
+        pytest.importorskip("torchao" if quantized else "bitsandbytes")
     tiny.save(tmp_path / "model", hidden_size=64)
     make_trainer(tmp_path, "whole", **settings).train()
     run = stopped(tmp_path, 5, **settings)
