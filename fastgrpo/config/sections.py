@@ -73,8 +73,8 @@ class PromptConfig:
     (generated problems); or dataset (your rows with a `prompt` column, and rewards from reward_funcs)."""
     reasoning_gym_tasks: Annotated[str, BeforeValidator(_text)] | None = None
     """Draw problems from these tasks of reasoning-gym, such as chain_sum:2,leg_counting, where 2 is a weight (default
-    1). To pass arguments, use a dictionary or its JSON text: {"chain_sum": {"weight": 2, "max_terms": 3}}. `solved` is
-    the number of solved problems before each prompt of a task."""
+    1). To pass arguments, use a dictionary or its JSON text: {"chain_sum": {"weight": 2, "max_terms": 3}}. The key
+    `solved` sets how many solved problems come before each prompt."""
     system_prompt: str | None = None
     """Replace the task's system prompt by this text. None keeps it."""
     chat_template_kwargs: Keywords | None = None
@@ -149,8 +149,8 @@ class EngineConfig:
     """The rollout engine, and the memory that it uses."""
 
     max_num_seqs: AutoCount = None
-    """Generate at most N completions at the same time. None (or auto) generates all of a step, at most 1,024 (256 with
-    rollout_backend=hf), or as many as fit into memory."""
+    """Generate at most N completions at the same time. None (or auto) generates all completions of a step together, but
+    at most 1,024 (256 with rollout_backend=hf), and no more than fit into memory."""
     rollout_backend: Literal["auto", "fast", "eager", "hf", "vllm"] = "auto"
     """Generate completions with this backend: fast is the engine of this package; eager is the same engine without CUDA
     graphs (slower, less memory); hf is transformers' generate (slowest); vllm sends requests to vLLM servers. auto is
@@ -304,8 +304,8 @@ class RolloutConfig:
     """With rollout_backend=vllm, generate completions during updates, with weights at most N steps old. 0 generates
     them between updates, with the newest weights."""
     staleness_policy: Literal["wait", "continue"] = "wait"
-    """When vLLM servers get new weights, let them finish what they generate first (wait), or continue it with the new
-    weights (continue)."""
+    """When vLLM servers get new weights, let them first finish their running completions (wait), or continue these with
+    the new weights (continue)."""
 
 
 @settings_class
