@@ -248,7 +248,6 @@ class VLLMBackend(RolloutBackend):
         seed = random.Random(f"{request.sampling.seed} {request.draw_key} {len(lane.logps)}").getrandbits(SEED_BITS)
         body = {
             "token_ids": request.prompt_ids + lane.ids,
-            "cache_salt": self.version,  # keys and values of other weights stay in the server's prefix cache
             "sampling_params": {
                 # vLLM seeds completion i with seed + i. It stops at stop_token_ids, not at the model's own.
                 "n": len(lanes), "seed": seed + lane.number, "max_tokens": lane.left,
@@ -294,7 +293,8 @@ class VLLMBackend(RolloutBackend):
             server.completions += count
             self._count(1)
             try:
-                choices = (await server.call("POST", GENERATE, **body))["choices"]
+                # Keys and values of other weights stay in the server's prefix cache.
+                choices = (await server.call("POST", GENERATE, **body, cache_salt=server.version))["choices"]
                 versions = {part["version"] for choice in choices for part in choice["weight_versions"]}
                 if self.staleness_policy == "continue":
                     await self._until(lambda server=server: not server.loading)
@@ -457,7 +457,10 @@ class VLLMBackend(RolloutBackend):
             except ServerFailed as error:
                 self._leave_out(server, error)
 
-        await asyncio.gather(*(load(server) for server in self.servers if changed or server.problem is None))
+        chosen = [server for server in self.servers if changed or server.problem is None]
+        for server in chosen:  # at once, so that no request is sent to the old weights before a load begins
+            server.loading = server.version != self.version
+        await asyncio.gather(*map(load, chosen))
 
     async def _load(self, server):
         """Let a server load the newest weights, and prove that it has them."""

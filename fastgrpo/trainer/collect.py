@@ -15,6 +15,7 @@ With max_staleness, batches are begun steps ahead, see `ahead.py`.
 Shapes: S samples, those of a prompt side by side, G samples a group; F reward functions.
 """
 
+import copy
 import dataclasses
 import math
 from collections import Counter, defaultdict
@@ -147,9 +148,9 @@ class Collector:
 
     def _begin(self, state, step, batch, count, saved=None):
         """Begin to draw and judge one batch of `count` groups, except those that a checkpoint has."""
-        taken, place = self.args.oversampled(count), self.source.state_dict()
+        taken, place = self.args.oversampled(count), copy.deepcopy(self.source.state_dict())
         if saved is not None:
-            self.source.load_state_dict(saved["place"])
+            self.source.load_state_dict(copy.deepcopy(saved["place"]))
         rows = list(self.source.take(taken))
         if saved is not None:
             self.source.load_state_dict(place)

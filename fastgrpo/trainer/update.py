@@ -407,7 +407,11 @@ class GRPOUpdate:
                         gaps.append(_mean_gap(out, batch))
                     logps.update(zip(indices, out.logps.split(batch.cu_seqlens.diff().tolist()), strict=True))
                     # A loss of NaN skips the update on the device, so that no step waits to look at the gap.
-                    return torch.where(gaps[-1] > self.largest_gap, math.nan, out.loss) if gaps else out.loss
+                    return (
+                        torch.where(torch.stack(gaps).max() > self.largest_gap, math.nan, out.loss)
+                        if gaps
+                        else out.loss
+                    )
 
                 learning_rate = self.learner.learning_rate
                 norms.append(self.learner.step(parts, loss, self.idle_loss)[0])
