@@ -1,23 +1,27 @@
-"""Proves that a sampler elsewhere has the policy's weights: both compute the log-probs of the same fixed tokens.
+"""Proves that a sampler has the policy's weights, by the log-probs that both compute of the same tokens.
 
-Such a sampler can answer without an error and keep old weights, or a part of them. Training would then continue on
-samples of another policy, and no metric of the reward would show it.
+A sampler can answer without an error and keep old weights, or a part of them. Training would then continue on samples
+of another policy, and no metric of the reward would show it. A `Probe` compares fixed tokens with a sampler elsewhere,
+before it draws. A `DrawCheck` compares the drawn tokens of a step, before they change the policy.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from fastgrpo.data.records import Sample
+from fastgrpo.data.records import Batch, Sample
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, score
+from fastgrpo.ranks import ALONE, Ranks
 
 TOKENS = 48
 # Largest mean difference of log-probs in nats, by the dtype of the weights.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 CLEAR = 4.0  # a smaller difference counts too if it exceeds the first one by this factor, and ...
 PART = 0.1  # ... this share of what the update changed
+ENOUGH = 256  # the mean difference of fewer drawn tokens in 16 bits says little
 SHOWS = 0.01  # an update changes some bits of a sampler if it changes the policy by this share of the first difference
 
 
@@ -90,3 +94,48 @@ class Probe:
 
 def _mean(one, other):
     return (one - other).abs().mean().item()
+
+
+class DrawCheck:
+    """Compares the log-probs of drawn tokens in the first update of a rollout, which must not change the policy before.
+
+    Args:
+        dtype: The dtype of the policy, which determines the largest mean difference.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.allowed, self.fewest = TOLERANCE[dtype], 0 if dtype.itemsize == 4 else ENOUGH
+        self.sums = None
+
+    def add(self, logps: torch.Tensor, batch: Batch, active: torch.Tensor) -> None:
+        """Add the tokens of a micro-batch, with their log-probs under the policy before the update."""
+        before = logps.detach() if batch.old_logps is None else batch.old_logps
+        drawn = batch.rollout_logps
+        values = torch.stack([(before - drawn).abs(), drawn, before, torch.ones_like(before)])
+        sums = torch.where(active, values, 0.0).double().sum(1)
+        self.sums = sums if self.sums is None else self.sums + sums
+
+    def veto(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return NaN instead of the loss if the mean difference is too large, so that the update is skipped.
+
+        This happens on the device, so that the host does not wait.
+        """
+        if self.sums is None:
+            return loss
+        gap, _, _, tokens = self.sums
+        return torch.where((gap > self.allowed * tokens) & (tokens >= self.fewest), math.nan, loss)
+
+    def end(self, ranks: Ranks = ALONE) -> None:
+        """Raise a ValueError if this rank or another one skipped the update."""
+        mine = None
+        if self.sums is not None:
+            (*means,), tokens = (self.sums[:3] / self.sums[3].clamp(min=1)).tolist(), int(self.sums[3])
+            mine = means if means[0] > self.allowed and tokens >= self.fewest else None
+        for found in filter(None, ranks.gather(mine, "the difference of log-probs")):
+            gap, drawn, before = found
+            raise ValueError(
+                "the sampler does not have the policy's weights: its log-probs of the drawn tokens differ by "
+                f"{gap:.3g} nats on average, and at most {self.allowed:g} is allowed. The mean log-prob is {drawn:.6f} "
+                f"at the draw, and {before:.6f} in the update, which was skipped. Try another rollout_backend, and "
+                "report this as a bug"
+            )

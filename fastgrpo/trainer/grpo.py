@@ -58,7 +58,6 @@ from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Learner, get_of
 
 logger = logging.getLogger(__name__)
 Reward = Callable | PreTrainedModel | str
-SAMPLER_GAP = 1e-2  # largest mean difference in nats of the log-probs of the sampler and of the trainer, in fp32
 
 
 @contextmanager
@@ -318,11 +317,8 @@ class GRPOTrainer:
             entropy=self.entropy, backward_tolerance=args.head_backward_tolerance,
             corrects_sampler=args.importance_sampling_mode is not None,
             router_aux_loss_coef=self.policy.router_coefficient(args.router_aux_loss_coef),
-            # Log-probs of rollout_func may be approximate, those of older weights differ, and in 16 bits, correct ones
-            # of a few tokens differ as much as those of another policy.
-            largest_gap=math.inf
-            if self.rollout_func or args.max_staleness or self.policy.dtype.itemsize < 4
-            else SAMPLER_GAP,
+            # Log-probs of rollout_func may be approximate, and those of older weights differ.
+            checks_draws=not (self.rollout_func or args.max_staleness),
         )  # fmt: skip
 
     def _advice(self):

@@ -26,6 +26,7 @@ from fastgrpo.policy.micro_batches import Dealer
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Reference, Scoring, score
 from fastgrpo.ranks import ALONE, Ranks
+from fastgrpo.rollout.probe import DrawCheck
 from fastgrpo.run.profiling import StageTimer, update_flops
 from fastgrpo.trainer.optim import MasterAdamW
 
@@ -70,8 +71,11 @@ class Learner:
         samples: Sequence[Sample],
         loss_fn: Callable[[list[int], Batch], torch.Tensor],
         idle_fn: Callable[[], torch.Tensor] | None = None,
+        veto: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Update once.
+
+        If `veto` returns NaN for the loss of this rank, the weights do not change.
 
         Returns:
             The gradient norm before clipping and the loss, scalar tensors, equal on all ranks. Without samples, the
@@ -87,7 +91,7 @@ class Learner:
                     self.after_backward()
                 total = loss.detach() if total is None else total + loss.detach()
             if samples:
-                total = self.optimizer.reduce(self.ranks, total)
+                total = self.optimizer.reduce(self.ranks, veto(total) if veto and total is not None else total)
             with self.timer.stage("optimizer"):
                 norm = self.optimizer.step(self.max_grad_norm, total)
             if self.after_update is not None:
@@ -315,12 +319,6 @@ def quantile(values: torch.Tensor, share: float) -> float:
     return ordered[at].lerp(ordered[min(at + 1, len(values) - 1)], place - at).item()
 
 
-def _mean_gap(out, batch):
-    """Average the difference of the sampler's and the policy's log-probs over the active tokens of a micro-batch."""
-    apart = (out.logps.detach() - batch.rollout_logps).abs() * out.active
-    return apart.sum() / out.active.sum().clamp(min=1)
-
-
 def _share(samples, indices):
     """Return the share of some samples in the tokens of all."""
     return sum(len(samples[i]) for i in indices) / sum(map(len, samples))
@@ -345,7 +343,7 @@ class GRPOUpdate:
         backward_tolerance: float = 0.0,
         corrects_sampler: bool = True,
         router_aux_loss_coef: float = 0.0,
-        largest_gap: float = math.inf,
+        checks_draws: bool = False,
     ):
         self.policy, self.reference, self.learner, self.objective = policy, reference, learner, objective
         self.dealer, self.ranks = learner.dealer, learner.ranks
@@ -357,7 +355,7 @@ class GRPOUpdate:
             off_policy_mask_threshold=off_policy_mask_threshold,
         )  # fmt: skip
         self.entropy, self.backward_tolerance, self.corrects_sampler = entropy, backward_tolerance, corrects_sampler
-        self.router_aux_loss_coef, self.largest_gap = router_aux_loss_coef, largest_gap
+        self.router_aux_loss_coef, self.checks_draws = router_aux_loss_coef, checks_draws
         self.flops = update_flops(policy.module.base_model, policy.head.weight)
 
     def __call__(
@@ -370,7 +368,7 @@ class GRPOUpdate:
             metrics except skipped_updates and learning_rate exclude skipped updates.
 
         Raises:
-            ValueError: The sampler's log-probs differ by more than `largest_gap` from the policy's, which is unchanged.
+            ValueError: The log-probs of the draws are not those of the policy, which is unchanged (`checks_draws`).
         """
         samples = list(chain.from_iterable(groups))
         if not self.corrects_sampler:
@@ -385,7 +383,8 @@ class GRPOUpdate:
                 samples[i] = samples[i].replace(weights=weights)
         kept = [[i for i in minibatch if self.teaches(samples[i])] for minibatch in minibatches]
         metrics = self._score(samples, kept)
-        meter, norms, gaps = Meter(), [], []
+        meter, norms, check = Meter(), [], DrawCheck(self.policy.dtype) if self.checks_draws else None
+        first = next((i for i, minibatch in enumerate(kept) if minibatch), 0)  # the first to change the weights
         for _ in range(self.num_iterations):
             for whole, minibatch in zip(minibatches, kept, strict=True):
                 logps = {}  # by the index of the sample in the minibatch
@@ -398,23 +397,19 @@ class GRPOUpdate:
                     self.objective = dataclasses.replace(self.objective, entropy_coef=self.entropy.applied)
 
                 parts = [samples[i] for i in minibatch]
+                checked = check if len(norms) == first else None  # a veto holds for all updates
 
-                def loss(indices, batch, logps=logps, parts=parts):
+                def loss(indices, batch, logps=logps, parts=parts, checked=checked):
                     share = _share(parts, indices)
                     out = self.loss(batch, step_tokens, with_entropy or self.entropy is not None, share)
                     meter.add(out, batch, update=len(norms))
-                    if not norms and batch.rollout_logps is not None:
-                        gaps.append(_mean_gap(out, batch))
+                    if checked is not None and batch.rollout_logps is not None:
+                        checked.add(out.logps, batch, out.active)
                     logps.update(zip(indices, out.logps.split(batch.cu_seqlens.diff().tolist()), strict=True))
-                    # A loss of NaN skips the update on the device, so that no step waits to look at the gap.
-                    return (
-                        torch.where(torch.stack(gaps).max() > self.largest_gap, math.nan, out.loss)
-                        if gaps
-                        else out.loss
-                    )
+                    return out.loss
 
                 learning_rate = self.learner.learning_rate
-                norms.append(self.learner.step(parts, loss, self.idle_loss)[0])
+                norms.append(self.learner.step(parts, loss, self.idle_loss, check and check.veto)[0])
                 if self.entropy is not None:
                     if entropy is None:
                         entropy = meter.mean("entropy", len(norms) - 1, self.ranks)
@@ -422,23 +417,14 @@ class GRPOUpdate:
                 for at, of_sample in logps.items():
                     samples[minibatch[at]] = self._after_update(samples[minibatch[at]], of_sample)
         norms = torch.stack(norms).tolist()
-        self._check_gap(max(torch.stack(gaps).tolist(), default=0.0) if gaps else 0.0)
+        if check is not None:
+            check.end(self.ranks)
         metrics |= meter.values(norms, self.ranks) | {"learning_rate": learning_rate}
         if self.entropy is not None or self.objective.entropy_coef != 0:
             metrics["entropy_coef"] = self.entropy_coef
         if self.objective.beta == 0:
             metrics.pop("kl", None)  # there is no reference
         return samples, metrics
-
-    def _check_gap(self, gap):
-        """Stop the run if completions come from another policy. All ranks call this."""
-        gap = max(self.ranks.gather(gap, "the difference of log-probs"))
-        if gap > self.largest_gap:
-            raise ValueError(
-                f"the sampler does not have the policy's weights: its log-probs differ by {gap:.3g} nats on average "
-                f"from the trainer's, and at most {self.largest_gap:g} is allowed. The policy was not updated. Try "
-                "--dtype float32 or --rollout_backend hf"
-            )
 
     def held_out_loss(self, samples: Sequence[Sample]) -> float:
         """Compute the loss of judged samples as one on-policy batch, without an update."""

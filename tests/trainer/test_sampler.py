@@ -1,6 +1,8 @@
 """Filters and the gradient: what the loss makes of tokens that top-k, top-p or min-p let through."""
 
 import dataclasses
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -12,6 +14,7 @@ from fastgrpo import Objective
 from fastgrpo.data.records import Batch, Prompt
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.probe import DrawCheck
 from fastgrpo.rollout.sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -87,13 +90,28 @@ def test_a_run_with_a_penalty_learns_and_is_judged_without_it(tmp_path, monkeypa
     assert trainer.sampling.penalizes
 
 
-def test_completions_of_another_policy_train_nothing_and_stop_the_run(tmp_path, monkeypatch):
-    trainer = make_trainer(tmp_path, rising)
+@pytest.mark.parametrize(("gap", "first"), [(2e-3, 0), (2e-3, 1), (5e-4, 0)])
+def test_completions_of_another_policy_train_nothing_and_stop_the_run(tmp_path, monkeypatch, gap, first):
+    """With `first` 1, the first update has no gradient, and so the second one must not change the weights."""
+    trainer = make_trainer(tmp_path, rising, dtype="float32", beta=0.0, updates_per_rollout=2)
     trainer.step()
     before, (samples, metrics) = [p.detach().clone() for p in trainer.policy.parameters()], trainer.collect()
-    apart = [sample.replace(logps=sample.logps - 0.02) for sample in samples]
+    apart = [sample.replace(logps=sample.logps - gap) for sample in samples]
+    silent = trainer.args.num_generations * trainer.args.prompts_per_step // 2 * first
+    apart = [sample.replace(advantage=0.0 if i < silent else 1.0) for i, sample in enumerate(apart)]
     monkeypatch.setattr(trainer, "collect", lambda: (apart, metrics))
-    with pytest.raises(ValueError, match=r"does not have the policy's weights: .* by 0\.02 nats"):
+    with nullcontext() if gap < 1e-3 else pytest.raises(ValueError, match=r"the policy's weights: .* by 0\.002 nats"):
         trainer.step()
-    assert all(map(torch.equal, before, trainer.policy.parameters()))
+    assert all(map(torch.equal, before, trainer.policy.parameters())) == (gap > 1e-3)
     trainer.log.close()
+
+
+def test_in_16_bits_few_tokens_do_not_tell_one_policy_from_another():
+    batch, stopped = SimpleNamespace(old_logps=None, rollout_logps=torch.zeros(128)), []
+    check = DrawCheck(torch.bfloat16)
+    for _ in range(2):  # 128 tokens each
+        check.add(torch.full((128,), -0.2), batch, torch.ones(128, dtype=torch.bool))
+        stopped.append(check.veto(torch.tensor(1.0)).isnan().item())
+    assert stopped == [False, True]
+    with pytest.raises(ValueError, match=r"0\.000000 at the draw, and -0\.200000 in the update"):
+        check.end()
