@@ -392,7 +392,8 @@ def _read(outcome, notes, count):
 class Judging:
     """Judges groups of completions as they finish, if other processes can, and gathers those of all ranks.
 
-    A reward function in this process gets the completions of its own rank in one call.
+    A reward function in this process gets the completions of its own rank in one call. One in another process may be
+    called before the step that trains on them: `step` is the `global_step` that it gets, if not that of the state.
     """
 
     def __init__(
@@ -402,16 +403,18 @@ class Judging:
         tokenizer: "PreTrainedTokenizerBase",
         trainer_state: TrainerState | None = None,
         ranks: Ranks = ALONE,
+        step: int | None = None,
     ):
         self.rewards, self.prompts, self.tokenizer = rewards, prompts, tokenizer
-        self.state, self.ranks = trainer_state, ranks
+        self.state, self.ranks, self.step = trainer_state, ranks, step
         self.columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)  # those of all ranks
         self.groups, self.begun = {}, {}
 
     def add(self, i: int, rollouts: Sequence[Sample]) -> None:
         """Add the group that this rank drew for a prompt, and start to judge it."""
         self.groups[i] = group = [with_text(rollout, self.prompts[i], self.tokenizer) for rollout in rollouts]
-        self.begun[i] = self.rewards.begin(group, self.state, self.columns, i)
+        state = self.state if self.step is None else dataclasses.replace(self.state, global_step=self.step)
+        self.begun[i] = self.rewards.begin(group, state, self.columns, i)
 
     def result(self) -> Judged:
         """Wait for the rewards, and gather those of all ranks."""

@@ -11,6 +11,7 @@ are trained on it. A slow prompt delays its step, and is never discarded. A chec
 finished, and a resumed run draws the others again: each row is trained on as often as in a run without a stop.
 """
 
+import json
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from fastgrpo.data.records import Prompt, Sample
 from fastgrpo.rewards.call import Judging
 from fastgrpo.rollout.backend import Drawing, RolloutBackend
+from fastgrpo.run.resume import digest_of_rows
 
 
 def _saved(sample):
@@ -52,7 +54,8 @@ class Batch:
         """Return what a checkpoint needs: the groups that have finished, and where the rows of the others are."""
         done = (self.restored | self.drawing.done).items()
         finished = {i: [_saved(sample) for sample in samples] for i, samples in done if samples[0].dialogue is None}
-        return {"step": self.step, "place": self.place, "finished": finished}
+        place = json.loads(json.dumps(self.place))  # as the checkpoint's own state of the source
+        return {"step": self.step, "place": place, "digest": digest_of_rows(self.rows), "finished": finished}
 
 
 class Ahead:

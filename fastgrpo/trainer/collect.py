@@ -165,9 +165,10 @@ class Collector:
         seed = self.args.seed * 1_000_003 + step + batch * BATCH_STRIDE
         # Each batch begins at another rank, so that the few prompts of refills do not all fall to the same one.
         mine = [i for i in range(taken) if (i + batch) % self.ranks.size == self.ranks.rank]
-        judging = Judging(self.rewards, prompts, self.prompts.tokenizer, state, self.ranks)
+        judging = Judging(self.rewards, prompts, self.prompts.tokenizer, state, self.ranks, step)
         drawn = Batch(step, place, rows, judging)
-        for i, samples in (saved["finished"] if saved else {}).items():
+        known = saved is not None and saved["digest"] == digest_of_rows(rows)  # the completions are those of these rows
+        for i, samples in (saved["finished"] if known else {}).items():
             drawn.restored[i] = [Sample(prompt_ids=prompts[i].ids, **values) for values in samples]
             judging.add(i, drawn.restored[i])
         wanted = sum(i < count for i in mine) - len(drawn.restored)

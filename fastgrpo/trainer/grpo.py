@@ -64,7 +64,7 @@ Reward = Callable | PreTrainedModel | str
 def seldom_collected() -> Iterator[None]:
     """Let Python search for cyclic garbage less often: by default, it takes a tenth of a short step."""
     thresholds = gc.get_threshold()
-    gc.set_threshold(100_000, *thresholds[1:])
+    gc.set_threshold(max(thresholds[0], 100_000) if thresholds[0] else 0, *thresholds[1:])  # 0 means never
     try:
         yield
     finally:
@@ -521,7 +521,9 @@ class GRPOTrainer:
         if "memory/peak_gib" in values:
             values["memory/peak_gib"] = max(self.ranks.gather(values["memory/peak_gib"], "the peak of the memory"))
         drawn = sum(len(sample.drawn) for sample in samples)
-        values |= rates(drawn, values["time/rollout"], time.perf_counter() - started)
+        # With batches ahead, the time of the rollout is only a wait.
+        drawing = 0.0 if getattr(self.args, "max_staleness", 0) else values["time/rollout"]
+        values |= rates(drawn, drawing, time.perf_counter() - started)
         self.profiler.step(values, left=self.state.max_steps - self.state.global_step)
         return values
 

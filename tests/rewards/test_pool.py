@@ -138,7 +138,7 @@ def test_results_depend_neither_on_the_number_of_workers_nor_on_the_order_of_fin
     def judged(order, workers, *seeds_and_steps):
         with Rewards(functions, workers=workers) as rewards:
             for rewards.seed, step in seeds_and_steps:
-                judging = Judging(rewards, prompts, tiny.tokenizer(), TrainerState(step, 9, 0.5, 16))
+                judging = Judging(rewards, prompts, tiny.tokenizer(), TrainerState(7, 9, 0.5, 16), step=step)
                 for i in order:
                     judging.add(i, groups[i])
                 yield judging.result().completions

@@ -3,6 +3,7 @@
 import copy
 import gc
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,24 @@ def test_kills_neither_repeat_nor_lose_prompts_of_asynchronous_rollouts(serve, t
     assert prompts[0] == prompts[1] and len(whole) == 5
     if finished:
         assert server.drawn - drawn[0] <= (5 + 4) * 16  # a kill loses the batch that was begun in its step
+
+
+@pytest.mark.usefixtures("without_curves")
+def test_completions_of_other_rows_than_the_resumed_ones_are_drawn_again(serve, tmp_path):
+    (server,), trained = serve(), {}
+
+    def failing(trainer_state, completions, **columns):
+        if trainer_state.global_step == 2:
+            raise RuntimeError("killed")
+        return rising(completions)
+
+    for reward, texts in ((failing, ["ab", "c"]), (rising, ["ab", "yz"])):
+        trainer = asynchronous(tmp_path, server.url, trained, "run", reward, texts, resume_from_checkpoint="auto")
+        save = trainer._save
+        trainer._save = lambda step, trainer=trainer, save=save: (trainer.ahead.settle(), save(step))
+        with nullcontext() if reward is rising else pytest.raises(ValueError, match="killed"):
+            trainer.train()
+    assert not mixed_samples(trained, 2, 1e-5)
 
 
 @pytest.mark.usefixtures("without_curves")

@@ -33,9 +33,12 @@ def before_each_step(update, look):
     return seen
 
 
-def asynchronous(tmp_path, url, trained, name="run", reward=rising, **how):
+TEXTS = ("ab", "c", "hello ", "1+1=", "x", "yz", "?")
+
+
+def asynchronous(tmp_path, url, trained, name="run", reward=rising, texts=TEXTS, **how):
     """A run with asynchronous rollouts; `trained` gets the weights and the samples of each update."""
-    rows = [{"prompt": text} for text in ("ab", "c", "hello ", "1+1=", "x", "yz", "?")]
+    rows = [{"prompt": text} for text in texts]
     how = {"max_steps": 5, "max_staleness": 2, "learning_rate": 1e-2, "save_steps": 1, "dtype": "float32"} | how
     how |= {"rollout_backend": "vllm", "vllm_server_base_url": url, "importance_sampling_mode": "token_truncate"}
     trainer = make_trainer(tmp_path, reward, rows, output_dir=str(tmp_path / name), **how)
