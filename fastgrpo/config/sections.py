@@ -156,7 +156,7 @@ class EngineConfig:
     graphs (slower, less memory); hf is transformers' generate (slowest); vllm sends requests to vLLM servers. auto is
     hf for models that the engine does not support, and fast for all others."""
     vllm_server_base_url: Several[str] = ("http://127.0.0.1:8000",)
-    """Generate completions on the vLLM servers at these addresses, by least load."""
+    """Generate completions on the vLLM servers at these addresses, always on the least loaded."""
     vllm_server_timeout: Positive = 240.0
     """Wait at most N seconds while no vLLM server answers."""
     vllm_weights_dir: str | None = None
@@ -354,8 +354,8 @@ class OptimizerConfig:
     adam_epsilon: Positive = 1e-08
     """Add this number to the square root of AdamW's second moment."""
     max_tokens_per_microbatch: AutoCount = None
-    """Process at most N tokens per forward and backward pass. Memory grows with N; results differ only by rounding. On
-    a GPU, None (or auto) takes 16,384, or 8,192 or 4,096 if that fits with less recomputation; on a CPU 16,384."""
+    """Process at most N tokens per forward and backward pass. Memory grows with N; results differ only by rounding.
+    None (or auto) takes 16,384; on a GPU, it takes the fastest of 16,384, 8,192 and 4,096 that fits into memory."""
 
     @property
     def schedule_kwargs(self) -> dict[str, Any]:
@@ -503,8 +503,8 @@ class ObjectiveConfig:
     tokens of an update (arXiv 2506.01939). 1 uses all tokens. A smaller share needs another forward pass per update."""
     off_policy_mask_threshold: Positive | None = None
     """Mask a completion if its advantage is negative and its mean log-prob has fallen by more than N nats since the
-    rollout (DeepSeek-V3.2, arXiv 2512.02556). Each update after the first of a step then needs another forward pass.
-    With importance_sampling_mode, the first update also needs it. None turns it off."""
+    rollout (DeepSeek-V3.2, arXiv 2512.02556). Then all updates of a step, except the first, need another forward pass.
+    With importance_sampling_mode, the first also needs it. None turns it off."""
     sapo_temperature_pos: Positive = 1.0
     """Use this temperature in SAPO's gate for tokens with a positive advantage."""
     sapo_temperature_neg: Positive = 1.05

@@ -55,7 +55,7 @@ PROMPT_TOKENS = 256  # the length of a typical prompt
 GRAPH_BYTES = 26 * 2**20  # of the driver for the graph of a decode step, as vLLM logs it (its pull request 22897)
 FP32 = 4  # bytes of an fp32 number
 MICRO_BATCHES = 16384, 8192, 4096  # tokens of a micro-batch to choose from, and the first where nothing is planned
-# Predicted times on an H100, in products of one token with all weights (2 us for 1B parameters at half the peak): what
+# Predicted times on an H100, in FLOPs of one token per weight (2 us for 1B parameters at half the peak): what
 # a micro-batch adds (gradients added in fp32, launches), also with sharded weights over NVLink; and a decode step of
 # few lanes, which reads all weights; and how much longer that takes with adapters beside the weights, not merged, and
 # with 4-bit weights that each step dequantizes.
@@ -351,9 +351,9 @@ class _Planner:
         return sum(copied_bytes(policy).values())
 
     def _cost(self, tokens, recomputed, lanes, merged=False):
-        """Predict the time of updates and decode steps, in products of one token with all weights."""
-        layers, products = self.model.config.get_text_config().num_hidden_layers, 4 if self.count.adapters else 6
-        token = products + 2 * recomputed / layers + (PASS_SHARDED if self.sharded else PASS) / tokens
+        """Predict the time of updates and decode steps, in FLOPs of one token per weight."""
+        layers, flops = self.model.config.get_text_config().num_hidden_layers, 4 if self.count.adapters else 6
+        token = flops + 2 * recomputed / layers + (PASS_SHARDED if self.sharded else PASS) / tokens
         if not self.grpo:
             return token
         steps = self.config.max_completion_length * self.most / max(lanes, 1)  # vLLM servers have no lanes

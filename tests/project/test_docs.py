@@ -21,6 +21,7 @@ README = ROOT / "README.md"
 MORE = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
 PAGES = [README, *MORE, *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {path: path.read_text() for path in PAGES}
+KERNELS = [*(ROOT / "kernels").glob("*.py")]
 PUBLIC = ("fastgrpo", *(f"fastgrpo.{name}" for name in ("config", "data", "rewards", "trainer")))
 NOW = ("llama", "qwen3_moe", "gemma3_text", "gpt_oss", "bloom")  # the other architectures are slow
 COMMANDS = [evaluate, chat, serve, sft, distill, doctor, report_command]
@@ -158,3 +159,8 @@ def test_the_api_reference_has_exactly_the_public_names():
         for name in set(package.__all__) - {"__version__"}:
             thing = getattr(package, name)
             assert thing.__doc__ and id(thing) in documented, f"no page of docs/api has {package.__name__}.{name}"
+    kernels = {path.stem: set(re.findall(r"^def (\w+)", path.read_text(), re.MULTILINE)) for path in KERNELS}
+    specified = kernels.pop("reference")
+    for module, names in kernels.items():
+        for name in names & specified:
+            assert f"::: fastgrpo.kernels.{module}.{name}\n" in TEXTS[ROOT / "docs" / "api" / "kernels.md"]
