@@ -54,7 +54,7 @@ class Stepwise(TrainerCallback):
 def make_trl(
     path: str, rewards: Callable[..., list[float]] | list, rows: list[dict[str, Any]],
     adapt: Callable[[Any], Any] | None = None, callbacks: Sequence[TrainerCallback] = (),
-    rollout_func: Callable[..., Any] | None = None, **settings: Any,
+    tools: Sequence[Callable[..., str]] = (), **settings: Any,
 ) -> Any:  # fmt: skip
     """Create TRL's GRPOTrainer.
 
@@ -64,7 +64,7 @@ def make_trl(
         rows: The training rows.
         adapt: Changes the trainer.
         callbacks: Its callbacks.
-        rollout_func: As in TRL.
+        tools: Functions that the model may call.
         settings: Settings of TRL's GRPOConfig besides those that prevent stopping, logging and saving.
     """
     import trl
@@ -74,7 +74,7 @@ def make_trl(
     config = trl.GRPOConfig(report_to="none", save_strategy="no", disable_tqdm=True, **{**defaults, **settings})
     trainer = trl.GRPOTrainer(
         path, rewards, args=config, train_dataset=Dataset.from_list(rows), callbacks=list(callbacks),
-        rollout_func=rollout_func,
+        tools=[*tools] or None,
     )  # fmt: skip
     if adapt is not None:
         adapt(trainer)

@@ -1,21 +1,39 @@
 """The tasks of the race: model, prompts, reward, and the settings that all contestants share."""
 
+import functools
+import json
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
+
+from transformers import AutoTokenizer
 
 from benchmarks.models import unpack
 from fastgrpo import GRPOConfig
 from fastgrpo.rewards.gsm8k import correctness, digits_reward, format_reward, length_reward
-from fastgrpo.tasks import arithmetic, gsm8k, make_policy
+from fastgrpo.tasks import arithmetic, calculator, gsm8k, make_policy, reasoning_gym
+from fastgrpo.tools.calls import error_text
 
 SMOLLM2 = os.environ.get("FASTGRPO_SMOLLM2", "models/smollm2-135m")
 # Stated, because the defaults of the trainers differ.
 COMMON = {
     "loss_type": "dapo", "scale_rewards": "group", "epsilon": 0.2, "temperature": 1.0, "num_iterations": 1,
     "weight_decay": 0.0, "max_grad_norm": 1.0, "lr_scheduler_type": "cosine", "num_generations": 8,
+}  # fmt: skip
+SUMS = json.dumps({"chain_sum": {"solved": 2, "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}})
+WRITTEN_CALLS = {  # how TRL and fastgrpo read the calls of the calculator's model, such as calc(12*34)
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<eos>",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"(?P<name>calc)\(", "close": ")", "repeats": True,
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": {"expression": "{content}"}}},
+        },
+        "content": {"close": "<eos>"},
+    },
 }  # fmt: skip
 
 
@@ -33,6 +51,9 @@ class RaceTask(NamedTuple):
         every: Steps between two measurements of the accuracy.
         target: The accuracy to reach.
         limit: Seconds of training after which a run ends.
+        tools: Functions that the model may call.
+        ends: Whether a run ends when the target is measured.
+        seeds: Runs of each contestant.
     """
 
     make_model: Callable[[Path, int], None]
@@ -45,11 +66,36 @@ class RaceTask(NamedTuple):
     every: int
     target: float
     limit: float
+    tools: Sequence[Callable[..., str]] = ()
+    ends: bool = False
+    seeds: int = 3
 
 
-def warm_sums(folder: Path, seed: int) -> None:
-    """Make the model of the built-in example, which has learned the form of written sums."""
-    make_policy(arithmetic, folder, GRPOConfig(task="arithmetic", seed=seed, dtype="float32"), lambda *step: None)
+def warm_start(task: ModuleType, folder: Path, seed: int) -> None:
+    """Make the model of a built-in task, which has learned from the examples of its warm start."""
+    make_policy(task, folder, GRPOConfig(seed=seed, dtype="float32"), lambda *step: None)
+
+
+def calling_model(folder: Path, seed: int) -> None:
+    """Make the model of the calculator, with the format of its calls in the tokenizer."""
+    warm_start(calculator, folder, seed)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.response_template = WRITTEN_CALLS
+    tokenizer.save_pretrained(folder)
+
+
+@functools.wraps(calculator.calc)
+def calc(expression: str) -> str:
+    try:
+        return calculator.calc(expression)
+    except ValueError as error:  # TRL would word it differently
+        return error_text(error)
+
+
+def problems(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the word problems of the calculator, shuffled, and the first 200 held-out ones."""
+    task = calculator.build(GRPOConfig(seed=seed), None)
+    return task.train().take(calculator.PROBLEMS), task.test()[:200]
 
 
 def carries(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -71,16 +117,35 @@ def questions(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return train, held_out[:100]
 
 
+def gym_sums(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return problems of reasoning-gym's chain_sum with two digits, and the first 100 held-out ones."""
+    config = GRPOConfig(reasoning_gym_tasks=SUMS, system_prompt="Answer in <answer></answer>.", seed=seed)
+    task = reasoning_gym.build(config, SimpleNamespace(chat_template=True))
+    return task.train().take(TASKS["gym"].prompts * TASKS["gym"].steps), task.test()[:100]
+
+
 TASKS = {
     "embedded": RaceTask(
-        warm_sums, carries, [arithmetic.correctness], prompts=32, updates=2, steps=300, every=20, target=0.95,
-        limit=200,
+        functools.partial(warm_start, arithmetic), carries, [arithmetic.correctness], prompts=32, updates=2, steps=300,
+        every=20, target=0.95, limit=200,
         settings=COMMON | {"learning_rate": 3e-4, "beta": 0.005, "max_completion_length": 28, "warmup_steps": 40,
                            "max_grad_norm": 2.0},
     ),
+    "calculator": RaceTask(
+        calling_model, problems, [calculator.correctness], prompts=32, updates=1, steps=30, every=5, target=0.9,
+        limit=90, tools=[calc],
+        settings=COMMON | {"learning_rate": 4e-4, "beta": 0.0, "max_completion_length": 64, "warmup_steps": 10,
+                           "max_tool_calling_iterations": 2},
+    ),
+    "gym": RaceTask(
+        smollm2, gym_sums, [reasoning_gym.ScoreAnswer(SUMS), reasoning_gym.format_reward], prompts=2, updates=1,
+        steps=30, every=5, target=0.5, limit=240, ends=True, seeds=1,
+        settings=COMMON | {"learning_rate": 3e-5, "beta": 0.0, "max_completion_length": 12, "warmup_steps": 5,
+                           "scale_rewards": "none"},
+    ),
     "smollm2": RaceTask(
         smollm2, questions, [correctness, format_reward, length_reward, digits_reward], prompts=4, updates=1, steps=120,
-        every=20, target=0.6, limit=3000,
+        every=10, target=0.5, limit=800, ends=True, seeds=1,
         settings=COMMON | {"learning_rate": 1.5e-5, "beta": 0.06, "max_completion_length": 40, "warmup_steps": 5,
                            "scale_rewards": "none"},
     ),

@@ -6,12 +6,15 @@ as one batch.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_model
+from trl.trainer import grpo_trainer
 
 from benchmarks import stepwise
 from benchmarks.contestants import Entry
@@ -32,7 +35,7 @@ VARIANTS = ("fastgrpo", *TRL)
 def our_trainer(
     race: RaceTask, path: str, rows: list[dict[str, Any]], rollout: Callable[..., Any] | None = None, **settings: Any
 ) -> GRPOTrainer:
-    """Create fastgrpo's trainer."""
+    """Create fastgrpo's trainer. If a function makes the rollouts, it also gives the rewards."""
     config = GRPOConfig(
         prompts_per_step=race.prompts,
         device=DEVICE,
@@ -41,12 +44,17 @@ def our_trainer(
         **race.settings,
         **settings,
     )
-    return GRPOTrainer(path, race.rewards, config, rows, rollout_func=rollout)
+    if rollout:
+        return GRPOTrainer(path, lambda given, **columns: given, config, rows, rollout_func=rollout)
+    return GRPOTrainer(path, race.rewards, config, rows, tools=race.tools)
 
 
 def trl_settings(variant: str, race: RaceTask, updates: int = 1) -> dict[str, Any]:
-    """Return the settings of TRL's trainer for this many updates per rollout."""
+    """Return the tools and settings of TRL's trainer for this many updates per rollout."""
+    if race.tools:  # TRL refuses templates of calls without the names of arguments
+        grpo_trainer.supports_tool_calling = lambda processing_class: True
     return {
+        "tools": race.tools,
         "per_device_train_batch_size": race.prompts * race.settings["num_generations"] // updates,
         "steps_per_generation": updates,
         "use_cpu": not CUDA,
@@ -81,18 +89,33 @@ def entry(variant: str, task: str, path: str, folder: str, seed: int) -> Entry:
     return Entry({variant: step, "save": partial(save_model, trainer.model, f"{folder}/{WEIGHTS}")})
 
 
+def turns_of(draws: list[dict[str, Any]]) -> dict[tuple[int, ...], list[list[int]]]:
+    """Return the drawn turns by the tokens before them."""
+    turns = defaultdict(list)
+    for draw in draws:
+        for each in draw["completions"]:
+            ids, at = each["completion_ids"], 0
+            for drawn, part in groupby(each["env_mask"]):
+                end = at + len([*part])
+                if drawn:
+                    turns[(*draw["prompt_ids"], *ids[:at])].append(ids[at:end])
+                at = end
+    return turns
+
+
 def first_step(variant: str, task: str, path: str, folder: str, seed: int, draws: str) -> Entry:
-    """Create a trainer that makes one step with given completions, and returns its loss and gradient norm."""
+    """Create a trainer that makes one step with given completions, and returns its loss and gradient norm.
+
+    TRL tokenizes the prompts, runs the tools and computes the rewards itself.
+    """
     race, how = TASKS[task], {"output_dir": f"{folder}/{variant}", "seed": seed, "max_steps": 1}
     given = json.loads(Path(draws).read_text())
     left = {str(draw["row"]["prompt"]): draw for draw in given}
 
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
         drawn = [left[str(prompt)] for prompt in prompts]
-        return {
-            "prompt_ids": [draw["prompt_ids"] for draw in drawn],
-            **{name: [draw[name].pop() for draw in drawn] for name in ("completion_ids", "logprobs")},
-        }
+        made = [{"prompt_ids": draw["prompt_ids"], **draw["completions"].pop()} for draw in drawn]
+        return {name: [each[name] for each in made] for name in made[0]}
 
     def step() -> dict[str, float]:
         rows = [draw["row"] for draw in given]
@@ -100,9 +123,10 @@ def first_step(variant: str, task: str, path: str, folder: str, seed: int, draws
             values = our_trainer(race, path, rows, rollout, **how).step()
         else:
             trainer = stepwise.make_trl(
-                path, race.rewards, rows, adapt(variant), rollout_func=rollout, logging_steps=1,
-                **trl_settings(variant, race), **how,
-            )  # fmt: skip
+                path, race.rewards, rows, adapt(variant), logging_steps=1, **trl_settings(variant, race), **how
+            )
+            turns = turns_of(given)
+            trainer._generate_single_turn = lambda ids, *_, **__: ([turns[(*each,)].pop() for each in ids], None)
             trainer.train()
             values = trainer.state.log_history[0]
         return {name: values[name] for name in ("loss", "grad_norm")}

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,9 +159,22 @@ def test_the_race_shows_only_runs_that_ended():
     assert text.count("\n") == 3 and list(race.runs_of(rows)) == ["fastgrpo"]
 
 
+@pytest.mark.parametrize("ends, steps", [(True, 10), (False, 30)])
+def test_a_run_ends_at_the_target_only_if_its_task_does(ends, steps, monkeypatch, tmp_path):
+    task = race.TASKS["embedded"]._replace(steps=30, every=5, target=0.5, ends=ends)
+    monkeypatch.setitem(race.TASKS, "embedded", task)
+    contestant = SimpleNamespace(entry=lambda: None, seconds=lambda name: 1.0, resident=0)
+    monkeypatch.setattr(race, "taking_part", lambda made: nullcontext([contestant]))
+    accuracies = iter([0.4] + [0.6] * 9)
+    examiner = SimpleNamespace(before=0.1, accuracy=lambda weights: next(accuracies))
+    *_, row = race.run("embedded", "fastgrpo", 0, tmp_path, examiner)
+    assert row["step"] == steps and row["last"]
+
+
 @pytest.mark.slow
-def test_the_race_runs_small():
-    told = ran("benchmarks.race", "embedded")
+@pytest.mark.parametrize("task", ["embedded", "calculator"])
+def test_the_race_runs_small(task):
+    told = ran("benchmarks.race", task)
     rows = table(told)[1:]
     assert [name for name, *_ in rows] == list(VARIANTS), told  # none is missing
     assert all(float(seconds) > 0 and float(peak) > 0 for _, _, seconds, _, peak in rows)
