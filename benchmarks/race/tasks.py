@@ -47,9 +47,9 @@ class RaceTask(NamedTuple):
     limit: float
 
 
-def warm_sums(folder: Path, seed: int) -> None:
+def warm_sums(folder: Path, seed: int, module: Any = arithmetic) -> None:
     """Make the model of the built-in example, which has learned the form of written sums."""
-    make_policy(arithmetic, folder, GRPOConfig(task="arithmetic", seed=seed, dtype="float32"), lambda *step: None)
+    make_policy(module, folder, GRPOConfig(task="arithmetic", seed=seed, dtype="float32"), lambda *step: None)
 
 
 def carries(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
