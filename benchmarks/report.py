@@ -177,6 +177,11 @@ COLUMNS = {
     "tokens/s": _number("tokens_per_s", ",d"),
     "of the bandwidth limit": _number("of_bandwidth_limit", ".0%"),
     "samples/s": _number("samples_per_s", ".4g"),
+    "servers idle": _number("idle", ".0%"),
+    "tokens by staleness": lambda row, mine: ", ".join(f"{share:.0%}" for share in row.get("staleness", ())),
+    "accuracy": lambda row, mine: (
+        "{:.3f} [{:.3f}, {:.3f}]".format(row["accuracy"], *row["ci95"]) if "accuracy" in row else ""
+    ),
     "peak MiB": _number("peak_mib", ".0f"),
     "error logp": _number("error_logp", ".1e"),
     "error dH, dW": lambda row, mine: ", ".join(

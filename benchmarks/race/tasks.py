@@ -145,7 +145,7 @@ TASKS = {
     ),
     "smollm2": RaceTask(
         smollm2, questions, [correctness, format_reward, length_reward, digits_reward], prompts=4, updates=1, steps=120,
-        every=10, target=0.5, limit=800, ends=True, seeds=1,
+        every=10, target=0.6, limit=1500, ends=True, seeds=1,
         settings=COMMON | {"learning_rate": 1.5e-5, "beta": 0.06, "max_completion_length": 40, "warmup_steps": 5,
                            "scale_rewards": "none"},
     ),

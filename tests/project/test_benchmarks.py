@@ -17,6 +17,7 @@ from benchmarks.contestants import Contestant, Failed, contest, taking_part
 from benchmarks.harness import at_least
 from benchmarks.race import __main__ as race
 from benchmarks.race.trainers import VARIANTS
+from benchmarks.vllm_server import PYTHON
 
 SMALL = {"FASTGRPO_BENCH_SMALL": "1"}
 
@@ -178,3 +179,11 @@ def test_the_race_runs_small(task):
     rows = table(told)[1:]
     assert [name for name, *_ in rows] == list(VARIANTS), told  # none is missing
     assert all(float(seconds) > 0 and float(peak) > 0 for _, _, seconds, _, peak in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason="needs make .venv-vllm/.installed")
+def test_asynchronous_rollouts_are_measured_small():
+    header, _, *rows = table(ran("benchmarks.staleness", "embedded"))[:5]
+    ages = [dict(zip(header, row, strict=True))["tokens by staleness"] for row in rows]
+    assert [age.split(", ")[-1] for age in ages] == ["100%"] * 3  # all timed tokens have the full staleness

@@ -1,16 +1,13 @@
 """The vLLM backend with a real server on a CPU (make test-vllm)."""
 
 import os
-import signal
-import socket
-import subprocess
 
 import pytest
 import torch
-from paths import ROOT
 from runs import lines, make_trainer
 from updates import asynchronous, mixed_samples, rising
 
+from benchmarks.vllm_server import VLLMServer
 from fastgrpo.policy.load import load_policy
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
@@ -18,14 +15,6 @@ from fastgrpo.rollout.vllm import GENERATE, Server, VLLMBackend, compare
 
 PYTHON, MODEL = (os.environ.get(f"FASTGRPO_VLLM{name}", "") for name in ("", "_MODEL"))
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="needs make test-vllm")]
-OPTIONS = (
-    "--dtype float32 --max-model-len 512 --enforce-eager --host 127.0.0.1 --enable-scale-out --logprobs-mode "
-    "processed_logprobs --worker-extension-cls fastgrpo.integrations.vllm.LoadPolicy"
-)
-ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENGINE_READY_TIMEOUT_S": "1800", "PYTHONPATH": str(ROOT),
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -38,27 +27,9 @@ def model(tmp_path_factory):
     return str(folder)
 
 
-class RealServer:
-    def __init__(self, model):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *OPTIONS.split()]
-        self.command, self.url = [*command, "--port", str(port)], f"http://127.0.0.1:{port}"
-        self.start()
-
-    def start(self):
-        self.process = subprocess.Popen(
-            self.command, env=os.environ | ENVIRONMENT, cwd=ROOT / "docs", start_new_session=True
-        )
-
-    def kill(self):
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
 @pytest.fixture(scope="module")
 def server(model):
-    made = RealServer(model)
+    made = VLLMServer(model)
     yield made
     made.kill()
 
