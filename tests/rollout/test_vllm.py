@@ -314,7 +314,7 @@ def test_check_compares_a_server_with_a_folder(serve, tmp_path, capsys, factor, 
     assert told in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("then", [VLLMBackend.step, lambda backend: Ahead(backend).close()], ids=["step", "close"])
+@pytest.mark.parametrize("then", [lambda it: it.step(0), lambda it: Ahead(it).close()], ids=["step", "close"])
 def test_a_load_that_fails_after_its_sync_is_reported_and_an_aborted_request_is_cancelled(serve, then):
     (server,), model, waits = serve(), tiny.model("smollm3-like"), Scripted([[1]], delay=10**9)
     backend, sampling = backend_of([server], model), SamplingParams(max_tokens=20, stop_token_ids=range(64))
