@@ -158,7 +158,7 @@ class EngineConfig:
     vllm_server_base_url: Several[str] = ("http://127.0.0.1:8000",)
     """Generate completions on the vLLM servers at these addresses, always on the least loaded."""
     vllm_server_timeout: Positive = 240.0
-    """Wait at most N seconds while no vLLM server answers."""
+    """Wait at most N seconds while no vLLM server answers, or while one with requests generates no token."""
     vllm_weights_dir: str | None = None
     """Write the weights for the vLLM servers into this folder, which they read. None takes the folder for temporary
     files."""

@@ -168,11 +168,14 @@ class RolloutBackend(ABC):
     def _stop(self, request):
         """Drop a running request, and return the number of its drawn tokens."""
 
-    def sync(self, ranks: Ranks = ALONE, step: int = 0) -> None:  # noqa: B027
+    def sync(self, ranks: Ranks = ALONE, step: int | None = None) -> None:  # noqa: B027
         """Give the policy's weights to samplers that have their own. All ranks call this before each rollout.
 
-        `step` is the number of steps that the weights have been trained.
+        `step` is the number of steps that the weights have been trained; None keeps that of the last call.
         """
+
+    def end_sync(self) -> None:  # noqa: B027
+        """Wait until samplers have what the last `sync` gave them. A run calls this at its end."""
 
     def work_left(self) -> int:
         """Return the maximum number of tokens left in unfinished requests: prompts and completions."""

@@ -1,8 +1,8 @@
 """Rollouts on vLLM servers: token ids in, token ids and log-probs out.
 
 A group is one request for n completions; with tools, each later turn of a completion is a request. A request goes to
-the server with the fewest completions. A server that fails is left out, and its requests are sent to other servers. It
-is retried before the next rollout, or when no other server is left.
+the server with the fewest completions. A server that fails, or generates no tokens for a while, is left out, and its
+requests are sent to other servers. It is retried before the next rollout, or when no other server is left.
 
 Before a rollout, if the policy has changed, rank 0 writes its weights to a new folder, which every server loads. A
 `Probe` then compares the log-probs of each server with the policy's. Each rank sends its own requests.
@@ -26,8 +26,9 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,10 @@ from fastgrpo.rollout.probe import TOLERANCE, Probe
 logger = logging.getLogger(__name__)
 
 VERSION = "0.32."  # the supported vLLM; requests and replies differ in others
-GENERATE = "/inference/v1/generate"
+GENERATE, SCORE = "/inference/v1/generate", "/v1/completions"
+TOKENS = "vllm:generation_tokens_total"  # the metric that counts the tokens that a server has generated
 PATIENCE = 10.0  # seconds without a reply before a server must answer that it is alive, within as many
+LONGEST = 1800.0  # seconds that a reply without completions may take, such as that of a load of weights
 AGAIN = 0.5  # seconds between two tries of a server that failed
 TRIES = 3  # failures at one request, besides one of each server
 SEED_BITS = 62
@@ -70,32 +73,45 @@ class Server:
     Attributes:
         url: Its address.
         client: Its connections.
+        timeout: Seconds without a generated token after which a request for tokens fails.
         completions: Number of completions that it is generating.
         version: Name of its weights; None if unknown.
         proven: Names of the weights that it had when a probe passed.
         loading: Whether it is loading weights, and gets no requests.
+        paused: Whether it draws nothing meanwhile.
         problem: Why it is left out, or None.
+        tokens: The counters of its tokens when last read.
+        asked, read, moved: When they were last asked for, last read, and last found changed.
     """
 
     url: str
     client: httpx.AsyncClient
+    timeout: float = 240.0
     completions: int = 0
     version: str | None = None
     proven: set[str] = field(default_factory=set)
     loading: bool = False
+    paused: bool = False
     problem: str | None = "not tried"
+    tokens: list[str] = field(default_factory=list)
+    asked: float = 0.0
+    read: float = 0.0
+    moved: float = 0.0
 
-    async def call(self, method: str, route: str, timeout: float | None = None, /, **body: Any) -> Any:
+    async def call(self, method: str, route: str, timeout: float | None = LONGEST, /, **body: Any) -> Any:
         """Send a request, and return the JSON of the reply.
 
         Raises:
             ServerFailed: The server failed.
             Refused: It refused the request.
         """
+        sent = time.monotonic()
         sending = asyncio.ensure_future(self.client.request(method, route, json=body or None, timeout=timeout))
         try:
             while not (await asyncio.wait({sending}, timeout=PATIENCE))[0]:
                 await self._check_health()
+                if route in (GENERATE, SCORE) and not self.paused:
+                    await self._check_progress(sent)
             reply = await sending
         except httpx.HTTPError as error:
             raise ServerFailed(f"{type(error).__name__}: {error}") from None
@@ -114,7 +130,7 @@ class Server:
         """Return the log-prob of each token but the first. `call` has the errors."""
         model = (await self.call("GET", "/v1/models"))["data"][0]["id"]
         body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        scored = (await self.call("POST", "/v1/completions", **body))["choices"][0]["prompt_logprobs"]
+        scored = (await self.call("POST", SCORE, **body))["choices"][0]["prompt_logprobs"]
         return [entry[str(token)]["logprob"] for token, entry in zip(ids[1:], scored[1:], strict=True)]
 
     async def _check_health(self):
@@ -122,6 +138,21 @@ class Server:
             (await self.client.get("/health", timeout=PATIENCE)).raise_for_status()
         except httpx.HTTPError as error:
             raise ServerFailed(f"/health: {type(error).__name__}: {error}") from None
+
+    async def _check_progress(self, sent):
+        """Raise if the server has generated no token for `timeout` seconds. All its requests share the counters."""
+        now = time.monotonic()
+        if now - self.asked >= PATIENCE:
+            self.asked = now
+            try:
+                lines = (await self.client.get("/metrics", timeout=PATIENCE)).text.splitlines()
+            except httpx.HTTPError as error:
+                raise ServerFailed(f"/metrics: {type(error).__name__}: {error}") from None
+            tokens, self.read = [line for line in lines if line.startswith(TOKENS)], now
+            if tokens != self.tokens or not tokens:  # without counters, any time is allowed
+                self.tokens, self.moved = tokens, now
+        if (still := self.read - max(self.moved, sent)) > self.timeout:
+            raise ServerFailed(f"it has generated no token for {still:.0f} s")
 
 
 def compare(policy: Policy, url: str) -> tuple[float, float]:
@@ -165,7 +196,7 @@ class VLLMBackend(RolloutBackend):
         model: The policy: a `Policy`, or a transformers causal LM.
         max_num_seqs: Maximum number of completions in flight, on all servers together.
         base_urls: Addresses of the servers.
-        timeout: Seconds to wait while no server answers.
+        timeout: Seconds to wait while no server answers, or while one generates no tokens of a request.
         weights_dir: Folder for the weights, which the servers can read. None means the one for temporary files.
         staleness_policy: What happens to requests in flight when weights are sent: "wait" or "continue".
 
@@ -196,9 +227,10 @@ class VLLMBackend(RolloutBackend):
         self.thread = threading.Thread(target=self.loop.run_forever, name="fastgrpo-vllm", daemon=True)
         self.thread.start()
         options = {"timeout": None, "limits": httpx.Limits(max_connections=None)}
-        self.servers = [Server(url, httpx.AsyncClient(base_url=url, **options)) for url in base_urls]
+        self.servers = [Server(url, httpx.AsyncClient(base_url=url, **options), timeout) for url in base_urls]
         weakref.finalize(self, _end, self.loop, [server.client for server in self.servers])
         self.reviving, self.changed = asyncio.Lock(), asyncio.Event()
+        self.renewing = asyncio.Lock()  # held while a server is revived, and while new weights are written
         self.drawing, self.idle, self.idle_since = 0, 0.0, time.monotonic()  # requests at servers; seconds without
         self._wait(self._until_timeout(self._inspect, *self.servers))
 
@@ -211,7 +243,12 @@ class VLLMBackend(RolloutBackend):
         )  # fmt: skip
 
     def _wait(self, work: Awaitable) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     def _check(self, request, n):
         super()._check(request, n)
@@ -222,6 +259,8 @@ class VLLMBackend(RolloutBackend):
 
     def step(self, timeout: float | None = None) -> dict[int, list[Sample]]:
         """Send waiting requests, and wait for the next reply of a server or answer of a tool, at most `timeout` s."""
+        if self.loading is not None and self.loading.done():
+            self._end_loading()
         if not self.unfinished:
             return {}
         busy = sum(map(len, self.running.values()))
@@ -294,7 +333,7 @@ class VLLMBackend(RolloutBackend):
             self._count(1)
             try:
                 # Keys and values of other weights stay in the server's prefix cache.
-                choices = (await server.call("POST", GENERATE, **body, cache_salt=server.version))["choices"]
+                choices = (await server.call("POST", GENERATE, None, **body, cache_salt=server.version))["choices"]
                 versions = {part["version"] for choice in choices for part in choice["weight_versions"]}
                 if self.staleness_policy == "continue":
                     await self._until(lambda server=server: not server.loading)
@@ -393,34 +432,56 @@ class VLLMBackend(RolloutBackend):
         def free():
             return [server for server in self.servers if not (server.problem or server.loading)]
 
+        def left_out():
+            return all(server.problem and not server.loading for server in self.servers)
+
+        async def revive(server):
+            async with self.renewing:
+                if left_out():
+                    await self._load(server)
+
         while not free():
-            await self._until(lambda: free() or not any(server.loading for server in self.servers))
+            await self._until(lambda: free() or left_out())
             async with self.reviving:
-                if not free() and not any(server.loading for server in self.servers):
-                    await self._until_timeout(self._load, *self.servers)
+                await self._until_timeout(revive, *self.servers)
         return min(free(), key=lambda server: server.completions)
 
     @torch.no_grad()
-    def sync(self, ranks: Ranks = ALONE, step: int = 0) -> None:
+    def sync(self, ranks: Ranks = ALONE, step: int | None = None) -> None:
         """On rank 0, let servers with other weights load the policy's weights, and compare log-probs.
 
         While requests are in flight, this returns before the servers have loaded the weights.
         """
-        self._end_loading()
-        changed, self.step_now = self.probe.update(), step
+        with self._no_revival():
+            self._end_loading()
+            changed, self.step_now = self.probe.update(), self.step_now if step is None else step
 
-        def published():
-            if self.version is None:  # the first load has to show that loads have an effect
-                with self.probe.marked():
-                    self._publish(True)
-            return self._publish(changed)
+            def published():
+                if self.version is None:  # the first load has to show that loads have an effect
+                    with self.probe.marked():
+                        self._publish(True)
+                return self._publish(changed)
 
-        told = together(ranks, published if ranks.lead else lambda: None, "the weights of the vLLM servers")
-        self.version, self.path, problems = told[0]
-        self.steps[self.version] = step
-        if not ranks.lead:
-            for server, problem in zip(self.servers, problems, strict=True):
-                server.problem, server.version = problem, None if problem else self.version
+            told = together(ranks, published if ranks.lead else lambda: None, "the weights of the vLLM servers")
+            self.version, self.path, problems = told[0]
+            self.steps[self.version] = self.step_now
+            if not ranks.lead:
+                for server, problem in zip(self.servers, problems, strict=True):
+                    server.problem, server.version = problem, None if problem else self.version
+
+    def end_sync(self) -> None:
+        """Wait until the servers have loaded the weights of the last `sync`. Raise if one has others."""
+        with self._no_revival():
+            self._end_loading()
+
+    @contextmanager
+    def _no_revival(self) -> Iterator[None]:
+        """Wait until no server is being revived, and let none be revived for a while."""
+        self._wait(self.renewing.acquire())
+        try:
+            yield
+        finally:
+            self.loop.call_soon_threadsafe(self.renewing.release)
 
     def _publish(self, changed):
         """Write the weights, if they have changed, and let the servers load them."""
@@ -437,30 +498,26 @@ class VLLMBackend(RolloutBackend):
                 module.save_pretrained(self.path, state_dict=dict(self.policy.whole_parameters()))
             if before is not None:
                 shutil.rmtree(before, ignore_errors=True)
-        self.loading = asyncio.run_coroutine_threadsafe(self._load_all(changed), self.loop)
+        chosen = [server for server in self.servers if changed or server.problem is None]
+        for server in chosen:  # at once, so that no request is sent to the old weights before a load begins
+            server.loading = server.version != self.version
+        self.loading = asyncio.run_coroutine_threadsafe(self._load_all(chosen), self.loop)
         if not self.flying:
             self._end_loading()
         return self.version, self.path, [server.problem for server in self.servers]
 
     def _end_loading(self):
         """Wait until the servers have loaded the last weights."""
-        loading, self.loading = self.loading, None
-        if loading is not None:
+        if self.loading is not None:
+            wait([self.loading])
+            loading, self.loading = self.loading, None
             loading.result()
 
-    async def _load_all(self, changed):
-        """Load the weights on all servers; if they have not changed, leave out those that failed."""
-
-        async def load(server):
-            try:
-                await self._load(server)
-            except ServerFailed as error:
-                self._leave_out(server, error)
-
-        chosen = [server for server in self.servers if changed or server.problem is None]
-        for server in chosen:  # at once, so that no request is sent to the old weights before a load begins
-            server.loading = server.version != self.version
-        await asyncio.gather(*map(load, chosen))
+    async def _load_all(self, servers):
+        """Load the newest weights on servers, and leave out those that fail. Raise if one has other weights."""
+        for error in await asyncio.gather(*map(self._load, servers), return_exceptions=True):
+            if error is not None and not isinstance(error, ServerFailed):
+                raise error
 
     async def _load(self, server):
         """Let a server load the newest weights, and prove that it has them."""
@@ -469,8 +526,8 @@ class VLLMBackend(RolloutBackend):
                 server.loading = True
                 await self._replace_weights(server)
             server.version, server.problem = self.version, None
-        except ValueError as error:  # it refused them, or has others
-            server.problem = str(error)
+        except Exception as error:
+            self._leave_out(server, error)
             raise
         finally:
             server.loading = False
@@ -482,13 +539,18 @@ class VLLMBackend(RolloutBackend):
         if not pausing:
             await self._until(lambda: server.completions == 0)
         await self._inspect(server)
-        if pausing:
-            await server.call("POST", "/pause?mode=keep")
+        if server.version is None:  # an earlier run may have left it paused
+            await server.call("POST", "/resume", PATIENCE)
+        proven, server.proven = server.proven, set()  # if the load fails, its weights may differ from their name
+        server.paused = pausing
         try:
+            if pausing:
+                await server.call("POST", "/pause?mode=keep")
             await server.call("POST", "/collective_rpc", method="load_policy", args=[self.path])
             await server.call("POST", "/update_weight_version", new_version=self.version)
         finally:
+            server.paused, server.moved = False, time.monotonic()
             if pausing:
                 await server.call("POST", "/resume")
         self.probe.check(await server.score(self.probe.ids), f"the vLLM server {server.url}")
-        server.proven.add(self.version)
+        server.proven = proven | {self.version}

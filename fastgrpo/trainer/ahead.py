@@ -98,6 +98,8 @@ class Ahead:
         for batch in self.batches:
             batch.drawing.abort()
         self.batches.clear()
+        if self.engine is not None:  # supervised training without rewards
+            self.engine.end_sync()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the batches."""

@@ -82,7 +82,7 @@ class Collector:
         for batch in range(args.dynamic_sampling or 1):
             wanted = args.prompts_per_step - sum(teaching)
             taken += args.oversampled(wanted)
-            with self.timer.stage("rollout"):
+            with self.timer.stage("rollout"), self.engine.policy.gather():  # once for all that is begun and finished
                 drawn = self._begin(state, state.global_step, batch, wanted) if batch else self._of_step(state)
                 measured, lost_now, turns = self._finish(drawn)
             with self.timer.stage("reward"):

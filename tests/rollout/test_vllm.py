@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import threading
 import time
+from concurrent.futures import wait
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from fastgrpo.rollout import vllm
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.rollout.vllm import VLLMBackend
+from fastgrpo.trainer.ahead import Ahead
 
 STOPS, SHORT = (1, 2, 3), SamplingParams(max_tokens=4)
 
@@ -42,6 +45,25 @@ def backend_of(servers, model, **how):
     return VLLMBackend(model, base_urls=[server.url for server in servers], **how)
 
 
+def hold_load(server, backend):
+    """Hold the next load of weights until the trainer waits for the backend. Return an event that the load sets."""
+    begun, go, load = threading.Event(), threading.Event(), server.load_policy
+    server.load_policy = lambda path: (begun.set(), go.wait(30), load(path))
+    backend._wait = lambda work: (begun.is_set() and go.set(), VLLMBackend._wait(backend, work))[1]
+    return begun
+
+
+def send_weights(backend, model, begun=None):
+    """Send new weights while a request is in flight, and compare its log-probs with its weights."""
+    old = copy.deepcopy(model)
+    backend.add_request(PROMPTS[0], 2, SHORT)
+    backend.step(0)
+    assert begun is None or begun.wait(30)
+    write(model, 1.5)
+    backend.sync(step=1)
+    mixed_samples({0: (old, []), 1: (model, finish(backend)[0])}, 1, 1e-5)
+
+
 def write(model, factor=1.01):
     with torch.no_grad():
         for parameter in model.parameters():
@@ -51,39 +73,22 @@ def write(model, factor=1.01):
 def test_greedy_tokens_equal_the_engines(serve):
     model, sampling = tiny.model("smollm3-like"), SamplingParams(temperature=0, max_tokens=9, stop_token_ids=STOPS)
     backend, engine = backend_of(serve(2), model), RolloutEngine(model)
+    backend.sync(step=3)
     for _ in range(2):
         for one, other in zip(*(it.generate(PROMPTS, 2, sampling) for it in (backend, engine)), strict=True):
-            assert (one.ids, one.finish_reason) == (other.ids, other.finish_reason)
+            assert (one.ids, one.finish_reason) == (other.ids, other.finish_reason) and {*one.versions.tolist()} == {3}
             torch.testing.assert_close(one.logps, other.logps, atol=1e-5, rtol=0)
         write(model)  # both draw with the new weights
 
 
 def test_draws_depend_on_seed_and_prompt_and_not_on_the_servers(serve):
-    model, sampling = tiny.model("smollm3-like"), SamplingParams(temperature=1.3, max_tokens=9, seed=4)
+    model, sampling = tiny.model("smollm3-like"), SamplingParams(max_tokens=9, seed=4)
     one = backend_of(serve(1), model).generate(PROMPTS, 3, sampling)
     servers = serve(3)
     other = backend_of(servers, model, max_num_seqs=6).generate(PROMPTS, 3, sampling)
     assert ids_of(one) == ids_of(other) and len({*map(tuple, ids_of(one))}) == 12
     assert sum(server.drawn for server in servers) == 12 and max(server.drawn for server in servers) < 12
-    for i, rollout in enumerate(one):
-        ids = PROMPTS[i // 3] + rollout.ids
-        logps = (model(torch.tensor([ids])).logits[0] / 1.3).log_softmax(-1)
-        logps = logps[:-1].gather(1, torch.tensor(ids[1:])[:, None])[-9:, 0]
-        torch.testing.assert_close(rollout.logps, logps, atol=1e-5, rtol=0)
-
-
-def test_turns_of_tools_follow_each_other(serve):
-    model, sampling = tiny.model("smollm3-like"), SamplingParams(temperature=0, max_tokens=20, stop_token_ids=range(32))
-    found = []
-    for make in (RolloutEngine, lambda model: backend_of(serve(2), model)):
-        scripts = [Scripted([[9, 8, 7], [3, 4]]), Scripted([[12]]), Scripted([]), Scripted([[6] * 60])]
-        backend = make(model)
-        backend.add_request(PROMPTS[0], 4, sampling, request_id=0, dialogues=scripts)
-        found.append(finish(backend)[0])
-        assert [script.closed for script in scripts] == [[sample.finish_reason] for sample in found[-1]]
-    for one, other in zip(*found, strict=True):
-        assert (one.ids, one.tool_mask, one.finish_reason) == (other.ids, other.tool_mask, other.finish_reason)
-        torch.testing.assert_close(one.logps, other.logps, atol=1e-5, rtol=0)
+    mixed_samples({0: (model, one)}, 0, 1e-5)
 
 
 @pytest.mark.usefixtures("without_curves")
@@ -213,23 +218,32 @@ def test_a_server_that_cannot_read_the_weights_is_told(serve, monkeypatch):
         backend.generate(PROMPTS, 1, SHORT)
 
 
-@pytest.mark.parametrize("fault", ["dead", "silent", "restarted"])
+@pytest.mark.parametrize("fault", ["dead", "silent", "restarted", "hung"])
 def test_requests_of_a_server_that_fails_go_to_another_one(serve, fault, monkeypatch):
     monkeypatch.setattr(vllm, "PATIENCE", 0.3)
     model, sampling = tiny.model("smollm3-like"), SamplingParams(max_tokens=9, seed=4)
     expected = ids_of(backend_of(serve(), model).generate(PROMPTS, 2, sampling))
     servers = failing, other = serve(2)
-    backend = backend_of(servers, model)
+    backend, late = backend_of(servers, model), []
     backend.generate(PROMPTS, 2, sampling)
+    failing_at, other_at = backend.servers
+    failing_at.timeout = other_at.timeout = 0.5
 
     def fail(_):  # in the middle of a request
-        if fault == "restarted":
+        if fault == "hung":
+            failing.faults.add(fault)
+            late.append(1) if not failing.released.wait(30) else None
+        elif fault == "restarted":
             failing.weights, failing.model = "default", tiny.model("smollm3-like", seed=9)
         else:
             failing.faults.add(fault)
 
-    failing.before = fail
-    assert ids_of(backend.generate(PROMPTS, 2, sampling)) == expected
+    def slow(_):  # longer than the timeout, while it generates tokens
+        while fault == "hung" and other.looks < 4:
+            time.sleep(0.01)
+
+    failing.before, other.before = fail, slow
+    assert ids_of(backend.generate(PROMPTS, 2, sampling)) == expected and not late
     drawn, failing.before = failing.drawn, lambda _: None
     failing.faults.clear()
     write(model)  # it is tried again with the next weights
@@ -245,9 +259,52 @@ def test_a_completion_that_the_server_cuts_is_an_error(serve):
         backend_of([server], tiny.model("smollm3-like")).generate(PROMPTS, 1, SHORT)
 
 
-def test_an_ended_backend_ends_its_thread(serve):
-    backend = backend_of(serve(), tiny.model("smollm3-like"))
-    backend.generate(PROMPTS, 1, SHORT)
+@pytest.mark.parametrize("staleness_policy", ["wait", "continue"])
+def test_new_weights_wait_for_a_server_that_is_revived(serve, staleness_policy):
+    (server,), model = serve(), tiny.model("smollm3-like")
+    server.going.clear()  # as a run leaves it that is killed
+    backend = backend_of([server], model, staleness_policy=staleness_policy)
+
+    def restart(_):
+        server.weights, server.before = "default", lambda _: None
+
+    backend.sync(step=0)
+    server.before = restart
+    send_weights(backend, model, hold_load(server, backend))
+    assert server.weights == backend.version
+
+
+def test_tokens_after_a_load_that_fails_are_drawn_again(serve):
+    """The server has the new weights under the old name."""
+    (server,), model, failed = serve(), tiny.model("smollm3-like"), threading.Event()
+    backend, answer = backend_of([server], model, staleness_policy="continue"), server.answer
+
+    def failing(route, body):
+        server.faults.clear()
+        if route != "/update_weight_version" or failed.is_set():
+            return answer(route, body)
+        server.faults.add("dead")
+        failed.set()
+
+    backend.sync(step=0)
+    server.answer, server.between = failing, lambda: failed.wait(30)
+    send_weights(backend, model)
+
+
+def test_an_ended_run_leaves_no_server_paused_and_no_thread(serve):
+    (server,), model = serve(), tiny.model("smollm3-like")
+    backend = backend_of([server], model, staleness_policy="continue")
+    backend.sync()
+    begun = hold_load(server, backend)
+    server.between = lambda: begun.wait(30)
+    backend.add_request(PROMPTS[0], 2, SHORT)
+    backend.step(0)
+    write(model)
+    backend.sync()
+    assert begun.wait(30) and not server.going.is_set()
+    backend.abort_all()
+    Ahead(backend).close()
+    assert server.going.is_set()
     thread = backend.thread
     del backend
     gc.collect()
@@ -276,12 +333,22 @@ def test_check_compares_a_server_with_a_folder(serve, tmp_path, capsys, factor, 
     assert told in "".join(capsys.readouterr())
 
 
-def test_an_aborted_request_is_cancelled(serve):
-    backend, waits = backend_of(serve(), tiny.model("smollm3-like")), Scripted([[1]], delay=10**9)
-    sampling = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=range(64))
+@pytest.mark.parametrize("then", [lambda it: it.step(0), lambda it: Ahead(it).close()], ids=["step", "close"])
+def test_a_load_that_fails_after_its_sync_is_reported_and_an_aborted_request_is_cancelled(serve, then):
+    (server,), model, waits = serve(), tiny.model("smollm3-like"), Scripted([[1]], delay=10**9)
+    backend, sampling = backend_of([server], model), SamplingParams(max_tokens=20, stop_token_ids=range(64))
     backend.add_request(PROMPTS[0], 1, sampling, request_id=0, dialogues=[waits])
     backend.sync()
-    backend.step()
+    backend.step()  # the tool keeps the request in flight
+    write(model)
+    server.faults.add("no load")
+    backend.sync()
+    wait([backend.loading])
+    with pytest.raises(ValueError, match="does not have the policy's weights"):
+        then(backend)
     assert backend.abort_request(0) == 1 and waits.closed == ["aborted"] and not backend.flying
+    server.faults.clear()
+    backend.add_request(PROMPTS[1], 1, sampling, request_id=1, dialogues=[never := Scripted([])])
+    assert backend.abort_request(1) == 0 and never.closed == ["aborted"]
     backend.add_request(PROMPTS[1], 2, sampling)
     assert len(finish(backend)) == 1

@@ -13,13 +13,15 @@ LOADING = threading.Lock()  # transformers loads in one thread at a time
 class FakeVLLM:
     """Attributes:
     faults: Any of "no load" (keeps its weights), "old head" (of a tied head; as vLLM's reload_weights on a CPU),
-        "cut" (after 2 tokens), "dead" (drops connections) and "silent" (never answers).
+        "cut" (after 2 tokens), "dead" (drops connections), "silent" (never answers) and "hung" (counts no tokens).
     drawn: Number of completions that it drew.
+    looks: How often its counters were read.
     """
 
     def __init__(self, model=None, version="0.32.0", logprobs_mode="processed_logprobs"):
         self.model, self.version, self.mode, self.weights = model, version, logprobs_mode, "default"
         self.faults, self.drawn, self.lock, self.released = set(), 0, threading.Lock(), threading.Event()
+        self.looks = 0
         self.going, self.between = threading.Event(), lambda: None  # called between two tokens of a completion
         self.going.set()
         self.before = lambda body: None  # called with each request for completions
@@ -86,7 +88,11 @@ class FakeVLLM:
             return (self.going.set if route == "/resume" else self.going.clear)()
         if route == "/v1/models":
             return {"data": [{"id": "policy"}]}
+        if route == "/metrics":
+            self.looks += 1
+            return f"# HELP\nvllm:generation_tokens_total{{engine='0'}} {0 if 'hung' in self.faults else self.looks}.0"
         if route == "/v1/completions":
+            assert self.going.is_set(), "the server is paused"
             ids, logps = body["prompt"], self.logps(body["prompt"], body["temperature"])
             scored = [{str(token): {"logprob": logps[i, token].item()}} for i, token in enumerate(ids[1:])]
             return {"choices": [{"prompt_logprobs": [None, *scored]}]}
@@ -108,7 +114,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.fake.faults & {"dead", "silent"}:
             self.close_connection = True
             return
-        data = b"" if reply is None else json.dumps(reply).encode()
+        data = b"" if reply is None else (reply if isinstance(reply, str) else json.dumps(reply)).encode()
         self.send_response(code)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
