@@ -41,7 +41,7 @@ from fastgrpo.tasks import arithmetic
 
 STALENESS = (0, 1, 2)
 FIRST, LAST = 3, max(STALENESS)  # steps that are not timed
-STEPS = {"embedded": 60, "smollm2": 6}  # steps that are timed
+STEPS = {"embedded": 50, "smollm2": 4}  # steps that are timed
 SEEDS = {"embedded": 1 if SMALL else 3, "smollm2": 1}
 MODELS = {"embedded": "0.2M, heads of 32", "smollm2": "SmolLM2-135M"}
 T_QUANTILE = 4.303  # two-sided 95%, of the mean of three differences
