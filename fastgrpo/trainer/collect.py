@@ -176,23 +176,21 @@ class Collector:
         drawn.groups = self.prompts.start({i: prompts[i] for i in left}, self.args.num_generations, step, batch)
         if self.rollout_func is None:
             sampling = dataclasses.replace(self.sampling, seed=seed)
-            with self.engine.policy.gather():
-                self.engine.sync(self.ranks, state.global_step)
-                drawn.drawing = Drawing(self.engine, drawn.groups, sampling, wanted, judging.add, step % 2**14)
+            self.engine.sync(self.ranks, state.global_step)
+            drawn.drawing = Drawing(self.engine, drawn.groups, sampling, wanted, judging.add, step % 2**14)
         return drawn
 
     def _finish(self, drawn):
         """Wait for a batch. Return what was measured, the tokens aborted, and turns by rank."""
         lost = 0
-        with self.engine.policy.gather():
-            if drawn.drawing is None:
-                stop_ids = self.sampling.stop_token_ids
-                own = rolled_out(self.rollout_func, drawn.groups, stop_ids, self.engine.policy)
-                for i, samples in own.items():
-                    drawn.judging.add(i, samples)
-            else:
-                self.ahead.wait(drawn)
-                lost = drawn.drawing.lost
+        if drawn.drawing is None:
+            stop_ids = self.sampling.stop_token_ids
+            own = rolled_out(self.rollout_func, drawn.groups, stop_ids, self.engine.policy)
+            for i, samples in own.items():
+                drawn.judging.add(i, samples)
+        else:
+            self.ahead.wait(drawn)
+            lost = drawn.drawing.lost
         # All ranks wait for the slowest here, so that the time of the stage is that of the whole rollout.
         measured = self.engine.metrics() if drawn.groups else {}
         told = measured, lost, digest_of_rows(drawn.rows), self.prompts.turns()
