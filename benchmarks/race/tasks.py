@@ -119,7 +119,8 @@ def questions(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def gym_sums(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return problems of reasoning-gym's chain_sum with two digits, and the first 100 held-out ones."""
-    config = GRPOConfig(reasoning_gym_tasks=SUMS, system_prompt="Answer in <answer></answer>.", seed=seed)
+    given = {"task": "reasoning_gym", "reasoning_gym_tasks": SUMS, "system_prompt": "Answer in <answer></answer>."}
+    config = GRPOConfig(**given, seed=seed)
     task = reasoning_gym.build(config, SimpleNamespace(chat_template=True))
     return task.train().take(TASKS["gym"].prompts * TASKS["gym"].steps), task.test()[:100]
 
