@@ -282,9 +282,18 @@ def softmax_(
         shifted_target, total = vocabulary.sum_(torch.stack([shifted_target, z.exp_().sum(-1)]))
         z /= total[:, None]
         log_total = total.log()
-    # H = -sum_v p_v log p_v; entr is 0 at p = 0, so logits of -inf are legal
-    entropy = vocabulary.sum_(torch.special.entr(z).sum(-1)) if return_entropy else None
+    entropy = vocabulary.sum_(_entropy(z)) if return_entropy else None
     return shifted_target - log_total, entropy
+
+
+def _entropy(probs):
+    """Compute -sum_v p_v log p_v [n]. On a CPU, a few rows at a time stay in the cache, which is several times faster.
+
+    p log p is 0 at p = 0, so logits of -inf are legal.
+    """
+    tiny = torch.finfo(probs.dtype).tiny
+    parts = probs.split(2) if probs.is_cpu else (probs,)
+    return -torch.cat([part.clamp(min=tiny).log_().mul_(part).sum(-1) for part in parts])
 
 
 def logit_gradient_(

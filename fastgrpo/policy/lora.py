@@ -18,6 +18,7 @@ import torch
 from packaging.version import Version
 from transformers import PreTrainedModel
 from transformers.integrations import peft as transformers_peft
+from transformers.pytorch_utils import Conv1D
 
 if TYPE_CHECKING:  # an extra
     from peft import PeftModel
@@ -42,11 +43,15 @@ def wrap_lora(
     """Do the same as `add_lora`, and return peft's `PeftModel`."""
     try:
         from peft import LoraConfig, get_peft_model
+        from peft.tuners.lora import ParamWrapper
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError:
         raise ValueError("use_peft needs the package: pip install 'fastgrpo[lora]'") from None
     refuse_adapters(model)
-    names = "all-linear" if "all-linear" in target_modules else list(target_modules) or None
+    names = list(target_modules) or None
+    if "all-linear" in target_modules:
+        head = model.get_output_embeddings()
+        names = [name for name, module in model.named_modules() if _is_linear(module) and module is not head]
     config = LoraConfig(r=r, lora_alpha=alpha, lora_dropout=0.0, target_modules=names, task_type="CAUSAL_LM")
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -58,11 +63,21 @@ def wrap_lora(
                     f"peft has no default layers for a {type(model).__name__}; set lora_target_modules to all-linear "
                     f"or to the names of layers ({error})"
                 ) from error
-            raise ValueError(f"lora_target_modules {names}: {error}") from error
+            raise ValueError(f"lora_target_modules {target_modules}: {error}") from error
+    if any(isinstance(module, ParamWrapper) for module in model.modules()):
+        raise ValueError(
+            f"lora_target_modules {target_modules}: peft would also adapt the fused experts of {type(model).__name__}, "
+            "which is not supported; name only other layers, such as q_proj k_proj v_proj o_proj"
+        )
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         if isinstance(layer, BaseTunerLayer):
             raise ValueError("lora_target_modules must not name the embedding or the head (lm_head), which stay frozen")
     return taken_over(wrapper)
+
+
+def _is_linear(module):
+    """Return whether a module is a product. Subclasses of torch.nn.Linear, such as routers, may be something else."""
+    return type(module) in (torch.nn.Linear, Conv1D) or hasattr(module, "dequantized")
 
 
 def _check_peft() -> None:

@@ -88,7 +88,8 @@ def quantize(model: PreTrainedModel, name: str, device: torch.device | str) -> P
             import bitsandbytes  # noqa: F401 - it registers its operators
         except ImportError:
             raise ValueError("nf4 needs bitsandbytes: pip install 'fastgrpo[quantization]'") from None
-    named = [(path, it) for path, it in model.named_modules() if isinstance(it, torch.nn.Linear)]
+    # Subclasses, such as routers, may compute something else.
+    named = [(path, it) for path, it in model.named_modules() if type(it) is torch.nn.Linear]
     linear = [(path, it) for path, it in named if it is not lm_head and ADAPTER not in path]
     if not linear:
         raise ValueError(f"{type(model).__name__} has no torch.nn.Linear to store in nf4; leave out load_in_4bit")

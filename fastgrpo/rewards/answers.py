@@ -126,10 +126,9 @@ _OPERAND_AFTER = re.compile(rf" *(?:[\^√π]|{_FUNCTION})")
 # Only if the fraction is the whole answer: \frac{1}{2}\pi is half of pi, and 1/2\pi is not.
 _FRACTION = re.compile(rf"\\[dtc]?frac\{{\s*(-?{_DECIMAL})\s*\}}\{{\s*({_DECIMAL})\s*\}}")
 # A percentage is compared without its sign. The comma in (1000,200) separates items, the one in 5,000 does not.
-_DROPPED = re.compile(
-    rf"%|(?<![A-Za-z])[{CURRENCY}]|[{CURRENCY}](?! ?[0-9])|"
-    r"(?<![0-9]{4})(?<=[0-9]),(?=[0-9]{3}(?![0-9]))(?![0-9,]*[)\]])"
-)
+_DROPPED = re.compile(rf"%|(?<![A-Za-z])[{CURRENCY}]|[{CURRENCY}](?! ?[0-9])")
+_NO_ITEMS = re.compile(r"(?<![0-9,])[0-9,]+(?![0-9,)\]])")
+_THOUSANDS = re.compile(r"(?<![0-9]{4})(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 # One letter is a unit only if it cannot be a variable: 5 m, but not 5x.
 _LETTER_UNIT = re.compile(r"(?<=[0-9]) ?(?:[cdghlmpswABCFGJKLMNVW](?:\^?\{?-?[0-9]\}?)?[ /]?)+\Z")
 _APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])|≈")
@@ -261,7 +260,8 @@ def _read(text: str) -> _Answer:
     text = plain(extract_answer(text))
     found, follows_words = formula(text)
     pieces = [piece for piece in _APPROXIMATELY.split(found) if re.search("[0-9]", piece)] or [found]
-    first, last = (_DROPPED.sub("", piece).strip() for piece in (pieces[0], pieces[-1]))
+    pieces = [_NO_ITEMS.sub(lambda match: _THOUSANDS.sub("", match[0]), piece) for piece in (pieces[0], pieces[-1])]
+    first, last = (_DROPPED.sub("", piece).strip() for piece in pieces)
     number = None if follows_words else _lone_number(last)
     if number is None and (follows_words or not _is_formula(first, last)) and "matrix" not in text:
         number = _last_number(text)

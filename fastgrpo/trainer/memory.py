@@ -58,8 +58,8 @@ MICRO_BATCHES = 16384, 8192, 4096  # tokens of a micro-batch to choose from, and
 # Predicted times on an H100, in FLOPs of one token per weight (2 us for 1B parameters at half the peak): what
 # a micro-batch adds (gradients added in fp32, launches), also with sharded weights over NVLink; and a decode step of
 # few lanes, which reads all weights; and how much longer that takes with adapters beside the weights, not merged, and
-# with 4-bit weights that each step dequantizes.
-PASS, PASS_SHARDED, DECODE_STEP, APART, DEQUANTIZED = 1_000, 10_000, 500, 1.25, 2.5
+# with 4-bit weights that each step dequantizes. PCIE is for each byte of a parameter that is copied, at 50 GB/s.
+PASS, PASS_SHARDED, PCIE, DECODE_STEP, APART, DEQUANTIZED = 1_000, 10_000, 10_000, 500, 1.25, 2.5
 # The phases of a step with the highest memory use.
 TIMES = {
     "draw": "while completions are generated",
@@ -353,7 +353,10 @@ class _Planner:
     def _cost(self, tokens, recomputed, lanes, merged=False):
         """Predict the time of updates and decode steps, in FLOPs of one token per weight."""
         layers, flops = self.model.config.get_text_config().num_hidden_layers, 4 if self.count.adapters else 6
-        token = flops + 2 * recomputed / layers + (PASS_SHARDED if self.sharded else PASS) / tokens
+        added = PASS_SHARDED if self.sharded else PASS
+        if self.config.parallel == "fsdp2_offload":  # shards are copied twice to the device, and gradients back
+            added = PCIE * (3 * FP32 if self.count.trained else 2 * self.dtype.itemsize) / self.ranks
+        token = flops + 2 * recomputed / layers + added / tokens
         if not self.grpo:
             return token
         steps = self.config.max_completion_length * self.most / max(lanes, 1)  # vLLM servers have no lanes

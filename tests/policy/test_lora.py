@@ -5,6 +5,7 @@ import json
 import pytest
 import tiny
 import torch
+import transformers
 from runs import PROMPTS, lines, samples_of
 from transformers import AutoModelForCausalLM
 
@@ -129,6 +130,19 @@ def test_rejects_layers_that_cannot_be_adapted(name, targets):
     with pytest.raises(ValueError, match="lora_target_modules"):
         add_lora(tiny.model(name), target_modules=targets)
     assert has_adapters(add_lora(tiny.model(name), target_modules=ALL))
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Phimoe"])
+def test_adapts_neither_fused_experts_nor_a_router(family):
+    """Peft would wrap the parameters of Mixtral's experts, and treat Phimoe's router, a subclass, as a product."""
+    config = getattr(transformers, f"{family}Config")(**tiny.SHAPE, num_local_experts=2, sliding_window=None)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    add_lora(model, target_modules=ALL)
+    adapted = {name.split(".")[-1] for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"} and model(IDS).logits.isfinite().all()
+    if family == "Mixtral":
+        with pytest.raises(ValueError, match="fused experts"):
+            add_lora(transformers.MixtralForCausalLM(config), target_modules=["q_proj", "gate"])
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_peft": True}])

@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 from runs import lines, make_trainer
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PhimoeConfig, PhimoeForCausalLM
 
 from fastgrpo.policy.load import load_policy
 from fastgrpo.policy.lora import base_weights
@@ -30,6 +30,8 @@ def test_a_product_is_that_of_the_dequantized_weight_and_keeps_none_for_its_grad
     for model, problem in ((tiny.model(), r"q_proj has 32 inputs.*multiple of 64"), (gpt2, "no torch.nn.Linear")):
         with pytest.raises(ValueError, match=problem):
             quantize(model, "nf4", "cpu")
+    phimoe = PhimoeForCausalLM(PhimoeConfig(**tiny.SHAPE | {"hidden_size": 64}, num_local_experts=2))
+    assert quantize(phimoe, "nf4", "cpu")(IDS).logits.isfinite().all()  # its router, a subclass of Linear, stays
 
 
 def test_adapters_learn_on_weights_that_stay_and_every_file_gives_the_trained_policy(tmp_path, monkeypatch):

@@ -132,6 +132,7 @@ JUDGES = """
 import json, sys, time
 from fastgrpo.rewards import answers, countdown, gsm8k, sandbox
 for beginning, unit, length in json.load(sys.stdin):
+    answers.MAX_ANSWER_LENGTH = max(10_000, length // 10)  # so that a quadratic pattern takes long
     text = (beginning + unit * length)[:length] + "!"
     print(repr(text[:40]), len(text), flush=True)
     start = time.process_time()
@@ -147,7 +148,7 @@ print("done")
 def test_reads_any_text_fast():
     """Where a pattern is quadratic, or exponential, some of these texts take many seconds to hours, and not 0.1 s."""
     texts = [(beginning, unit, 20_000) for unit in UNITS for beginning in BEGINNINGS]
-    texts += [("", unit, 1_000_000) for unit in ("9", "{", "#", "</answer>", "<answer></answer>", "\\boxed{")]
+    texts += [("", unit, 1_000_000) for unit in ("9", "{", "#", ",111", "</answer>", "<answer></answer>", "\\boxed{")]
     texts += [("\\boxed{", "{", 1_000_000), ("1e", "9", 1_000_000), ("``` ", " ", 1_000_000)]
     command = [sys.executable, "-c", JUDGES]
     run = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, cwd=ROOT)

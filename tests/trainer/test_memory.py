@@ -204,6 +204,7 @@ def test_a_run_that_does_not_fit_is_refused_with_flags_that_help(planned):
     ("1.5B", 40, {"max_tokens_per_microbatch": 16384}, 16384, range(28, 29)),
     ("0.5B", 24, {"gradient_checkpointing": True}, 16384, range(24, 25)),
     ("7B, LoRA", 80, {"prompts_per_step": 4, "max_tokens_per_microbatch": 8192}, 8192, range(1, 28)),
+    ("7B, fsdp2_offload", 80, {}, 16384, range(1, 28)),
 ])  # fmt: skip
 def test_the_cheapest_micro_batch_and_recomputation_that_fit_are_chosen(name, gigabytes, settings, tokens, recomputed):
     made = planned_on(name, gigabytes, **settings)
