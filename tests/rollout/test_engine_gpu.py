@@ -9,10 +9,12 @@ from drawing import finish, ids_of
 
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.device import cast
+from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, score
 from fastgrpo.rollout.attention import PROVIDERS, _obstacle
 from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.mapped import works
 from fastgrpo.rollout.sampling import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -97,6 +99,22 @@ def test_graphs_follow_weights_filters_and_geometry():
     for parameter in model.parameters():
         parameter.data = parameter.data * 1.05
     check(8, greedy)
+
+
+def test_graphs_stay_valid_while_the_kv_cache_is_released():
+    assert works(torch.device("cuda", 0))
+    model, prompts = model_and_prompts()
+    model = add_lora(model, r=4, target_modules="all-linear")
+    eager, graphed = RolloutEngine(model, enforce_eager=True), RolloutEngine(model, enable_sleep_mode=True)
+    greedy, before = SamplingParams(temperature=0, max_tokens=24), {}
+    for _ in range(3):
+        expected, seen = (engine.generate(prompts, 8, greedy) for engine in (eager, graphed))
+        assert ids_of(seen) == ids_of(expected)
+        assert before.items() <= graphed.graphs.graphs.items()
+        before, held, (free, _) = dict(graphed.graphs.graphs), graphed.mapped.bytes, torch.cuda.mem_get_info()
+        graphed.sleep()
+        assert torch.cuda.mem_get_info()[0] >= free + held > free
+        tiny.stir(model, std=0.02)
 
 
 def test_a_step_that_waits_for_the_device_names_the_remedy(monkeypatch):
