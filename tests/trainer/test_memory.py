@@ -182,27 +182,21 @@ def test_as_many_completions_draw_as_a_step_has_or_fit_into_memory(name):
 
 
 @pytest.mark.parametrize("name, gigabytes", [("0.5B", 24), ("7B, LoRA", 80)])
-def test_an_update_releases_the_kv_cache_where_that_is_faster(name, gigabytes):
+def test_updates_release_the_kv_cache_where_that_is_faster(name, gigabytes):
     made, kept = (planned_on(name, gigabytes, releases=releases) for releases in (True, False))
     assert made.released and made.fits and made.lanes > kept.lanes and made.cost < kept.cost
-    at = {time: [part for part in made.parts if not part.times or time in part.times] for time in TIMES}
-    draw, *others = (sum(part.bytes for part in at[time]) for time in at)
-    assert made.fixed == draw and made.needed == max(draw + made.slots.bytes, *others) < 0.95 * made.room
-    assert made.slots.bytes <= 0.7 * (made.room - draw) and draw < max(others)
-    later = {"logits of a decode step", "CUDA graphs", "prefill"}
-    assert made.passing == sum(sizes(made)[part] for part in later)
-    rows = dict(made.rows())
-    assert rows["KV cache"].endswith(", while completions are generated")
-    assert (
-        rows.get("merged adapters", "while completions").endswith("while completions are generated") or name == "0.5B"
-    )
+    draw, *others = (sum(part.bytes for part in made.parts if time in (part.times or TIMES)) for time in TIMES)
+    assert made.needed == max(draw + made.slots.bytes, *others) < 0.95 * made.room and draw < max(others)
+    assert made.slots.bytes <= 0.7 * (made.room - draw)
+    assert made.passing == sum(sizes(made)[part] for part in ("logits of a decode step", "CUDA graphs", "prefill"))
+    for part in {"KV cache", "merged adapters"} & sizes(made).keys():
+        assert dict(made.rows())[part].endswith(", while completions are generated")
 
 
-def test_the_kv_cache_stays_where_all_fits_or_a_server_needs_memory_at_any_time():
+def test_the_kv_cache_stays_where_all_fits_or_a_server_may_need_it():
     assert planned_on("0.5B", 80) == planned_on("0.5B", 80, releases=False)
-    assert can_release(GRPOConfig(rollout_backend="eager"), CUDA)
-    assert not can_release(GRPOConfig(rollout_backend="eager", serve_port=0), CUDA)
-    assert not can_release(GRPOConfig(rollout_backend="eager"), CPU) and not can_release(SFTConfig(), CUDA)
+    eager, live = GRPOConfig(rollout_backend="eager"), GRPOConfig(rollout_backend="eager", serve_port=0)
+    assert [can_release(eager, CUDA), can_release(live, CUDA), can_release(eager, CPU)] == [True, False, False]
 
 
 def test_completions_that_wait_for_tools_keep_their_slots(planned):
