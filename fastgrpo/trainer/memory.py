@@ -63,7 +63,7 @@ MICRO_BATCHES = 16384, 8192, 4096  # tokens of a micro-batch to choose from, and
 # few lanes, which reads all weights; and how much longer that takes with adapters beside the weights, not merged, and
 # with 4-bit weights that each step dequantizes.
 PASS, PASS_SHARDED, DECODE_STEP, APART, DEQUANTIZED = 1_000, 10_000, 500, 1.25, 2.5
-# Predicted time to release and map the KV cache, and of torch to allocate again: 0.2 s, in FLOPs of a token for 1 weight.
+# Predicted time to release and map the KV cache, and of torch's new allocations: 0.2 s, in FLOPs of a token per weight.
 RELEASE = 1e14
 SPARE = 0.05  # share of the memory that stays free for workspaces and fragmentation, if updates release the KV cache
 # The phases of a step with the highest memory use.
