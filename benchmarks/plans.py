@@ -25,12 +25,13 @@ RUNS = {  # name of the row -> model and settings
 STEP = {"prompts_per_step": 64, "num_generations": 16, "max_completion_length": 1024, "use_liger_kernel": True}
 
 
-def planned(name: str, gigabytes: int, **settings: object) -> MemoryPlan:
+def planned(name: str, gigabytes: int, releases: bool = True, **settings: object) -> MemoryPlan:
     """Plan a run of `RUNS` in bf16 on an NVIDIA GPU of compute capability 9.0 with this many GB."""
     model, own = RUNS[name]
     config, room = GRPOConfig(**{**STEP, **own, **settings}), int(ROOMS[gigabytes] * 2**30)
     with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)):
-        return plan(config, outlined(model), dtype=torch.bfloat16, device=torch.device("cuda"), room=room)
+        device = torch.device("cuda")
+        return plan(config, outlined(model), dtype=torch.bfloat16, device=device, room=room, releases=releases)
 
 
 def cell(made: MemoryPlan) -> str:

@@ -149,7 +149,7 @@ def memory(argv: list[str], room: float | None = None, ranks: int = 1) -> str:
     from fastgrpo.policy.dry_run import unplannable
     from fastgrpo.policy.load import outline
     from fastgrpo.rollout.slots import memory_left
-    from fastgrpo.trainer.memory import plan
+    from fastgrpo.trainer.memory import can_release, plan
 
     config = parse(argv)
     quiet_libraries()
@@ -162,7 +162,8 @@ def memory(argv: list[str], room: float | None = None, ranks: int = 1) -> str:
     if room is None:
         room = memory_left(device) if device.type == "cuda" else math.inf
     judges = judges_to_come(config, device)
-    planned = plan(config, model, dtype=dtype, device=device, room=room, ranks=ranks, judges=judges)
+    sizes = {"room": room, "ranks": ranks, "judges": judges, "releases": can_release(config, device)}
+    planned = plan(config, model, dtype=dtype, device=device, **sizes)
     each = f" on each of {ranks} devices" if ranks > 1 else ""
     rows = table(planned.rows())
     text = f"memory of {config.model_name_or_path} in {str(dtype).removeprefix('torch.')}{each}\n{rows}"

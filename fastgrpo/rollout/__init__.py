@@ -19,13 +19,16 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.backend import RolloutBackend
 
 
-def make_backend(policy: Policy, config: Any, reserved: Callable[[], int] | None = None) -> RolloutBackend:
+def make_backend(
+    policy: Policy, config: Any, reserved: Callable[[], int] | None = None, enable_sleep_mode: bool = False
+) -> RolloutBackend:
     """Create the backend named by `config.rollout_backend`.
 
     Args:
         policy: The policy to sample from.
         config: Settings with the fields of the engine's section.
         reserved: As for `RolloutEngine`.
+        enable_sleep_mode: As for `RolloutEngine`.
 
     Returns:
         The backend.
@@ -35,4 +38,5 @@ def make_backend(policy: Policy, config: Any, reserved: Callable[[], int] | None
         name = "hf" if policy.own_attention else "fast"
         config = dataclasses.replace(config, rollout_backend=name)
     module, _, name = ROLLOUT_BACKENDS[name].rpartition(".")
-    return getattr(importlib.import_module(module), name).from_config(policy, config, reserved)
+    own = {"enable_sleep_mode": True} if enable_sleep_mode else {}
+    return getattr(importlib.import_module(module), name).from_config(policy, config, reserved, **own)

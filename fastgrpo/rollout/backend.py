@@ -65,15 +65,23 @@ class RolloutBackend(ABC):
         self.next_id = 0
         self.live_lanes = []  # number of completions in flight at each step since the backend was last idle
         self.after_step = None  # called after each step of `run`
+        self.peak = 0  # GPU memory that was in use before the last `sleep`, in bytes; 0 if torch counts all of it
 
     @classmethod
-    def from_config(cls, policy: Policy, config: Any, reserved: Callable[[], int] | None = None) -> "RolloutBackend":
+    def from_config(
+        cls,
+        policy: Policy,
+        config: Any,
+        reserved: Callable[[], int] | None = None,
+        enable_sleep_mode: bool = False,
+    ) -> "RolloutBackend":
         """Create the backend from settings.
 
         Args:
             policy: The policy to sample from.
             config: Settings with the fields of the engine's section.
             reserved: As for `RolloutEngine`; ignored by backends that plan no memory.
+            enable_sleep_mode: As for `RolloutEngine`; ignored by backends that keep no memory.
 
         Returns:
             The backend.
@@ -176,6 +184,9 @@ class RolloutBackend(ABC):
 
     def end_sync(self) -> None:  # noqa: B027
         """Wait until samplers have what the last `sync` gave them. A run calls this at its end."""
+
+    def sleep(self) -> None:  # noqa: B027
+        """Release memory until the next request. Nothing may be in flight."""
 
     def work_left(self) -> int:
         """Return the maximum number of tokens left in unfinished requests: prompts and completions."""

@@ -40,6 +40,7 @@ from fastgrpo.rollout.attention import (
 )
 from fastgrpo.rollout.backend import Request, RolloutBackend
 from fastgrpo.rollout.graph import Graphs, recordable
+from fastgrpo.rollout.mapped import Mapped
 from fastgrpo.rollout.sampling import sample, sample_penalized, uniforms
 from fastgrpo.rollout.slots import Slots, bucket, copied_tokens, fit, kv_token_bytes, memory_left, settled
 from fastgrpo.rollout.weights import HeldWeights
@@ -269,6 +270,8 @@ class RolloutEngine(RolloutBackend):
             its first step. None means 0.
         continuous: Whether requests arrive one by one, as in a server. The engine then has lanes for later requests,
             and keeps gathered and packed weights until they change.
+        enable_sleep_mode: Whether `sleep` keeps CUDA graphs: the memory of keys and values, and of copies of weights,
+            is then mapped again at the same addresses. Otherwise, the next rollout captures the graphs again.
 
     Raises:
         ValueError: An argument is out of range, or the provider does not support the model or device.
@@ -284,6 +287,7 @@ class RolloutEngine(RolloutBackend):
         enforce_eager: bool = False,
         reserved: Callable[[], int] | None = None,
         continuous: bool = False,
+        enable_sleep_mode: bool = False,
     ):
         super().__init__(model, max_num_seqs)
         Interval(above=0, at_most=1).check("memory_utilization", memory_utilization)
@@ -299,11 +303,18 @@ class RolloutEngine(RolloutBackend):
         self.running = []  # the Running of each lane up to the last one in use; None for a free lane
         self.geometry = self.slots = self.lanes = self.provider = None
         self.stops = {}  # stop ids on the device; graphs read them
-        self.weights = HeldWeights(self.policy, self.graphs, self._memory_left)
+        self.mapped = Mapped(self.policy.device) if enable_sleep_mode and self.graphs.enabled else None
+        self.weights = HeldWeights(self.policy, self.graphs, self._memory_left, self.mapped)
         self.steps = 0  # decode steps so far
 
     @classmethod
-    def from_config(cls, policy: Policy, config: Any, reserved: Callable[[], int] | None = None) -> "RolloutEngine":
+    def from_config(
+        cls,
+        policy: Policy,
+        config: Any,
+        reserved: Callable[[], int] | None = None,
+        enable_sleep_mode: bool = False,
+    ) -> "RolloutEngine":
         """Create the engine from settings."""
         return cls(
             policy,
@@ -311,6 +322,7 @@ class RolloutEngine(RolloutBackend):
             memory_utilization=config.rollout_memory_utilization,
             enforce_eager=config.rollout_backend == "eager",
             reserved=reserved,
+            enable_sleep_mode=enable_sleep_mode,
         )
 
     def _stop(self, request):
@@ -374,9 +386,29 @@ class RolloutEngine(RolloutBackend):
     def free(self) -> None:
         """Free keys and values, CUDA graphs and copies of weights until the next request. Nothing may be in flight."""
         self.weights.release()
-        self.graphs.clear()
-        self.geometry = self.slots = self.lanes = self.budget = None
+        self._free_slots()
+        self.budget = None
         self.phases.clear()
+
+    def _free_slots(self):
+        self.graphs.clear()
+        self.geometry = self.slots = self.lanes = None
+
+    def sleep(self) -> None:
+        """Release the memory of keys and values, and of copies of weights, until the next request.
+
+        Raises:
+            ValueError: A request is in flight.
+        """
+        if self.has_unfinished_requests():
+            raise ValueError("sleep needs an idle engine; finish or abort the requests in flight first")
+        self.weights.release()
+        if self.mapped is None:
+            self.weights.drop_copies()
+            self._free_slots()
+        else:
+            self.peak = torch.cuda.max_memory_allocated(self.policy.device) + self.mapped.bytes
+            self.mapped.release()
 
     @torch.no_grad()
     def step(self) -> dict[int, list[Sample]]:
@@ -460,6 +492,8 @@ class RolloutEngine(RolloutBackend):
 
     def _begin(self):
         """Prepare for the waiting requests. No request is in flight."""
+        if self.mapped is not None and self.mapped.restore() and self.slots is not None:
+            self.slots.zero()
         self.weights.hold(math.inf if self.continuous else max(max(request.limits) for request in self.waiting))
         if self.lanes and self.lanes.spoilt:
             self.slots.zero()
@@ -525,10 +559,9 @@ class RolloutEngine(RolloutBackend):
         new = settled(self.phases, new, requests, *limits[1:3])
         if new == self.geometry:
             return
-        self.graphs.clear()
-        self.slots = self.lanes = None  # free them before the new ones are made
+        self._free_slots()  # before the new ones are made
         self.geometry, self.provider = new, provider
-        self.slots = Slots(new, policy.device, provider.memory_order)
+        self.slots = Slots(new, policy.device, provider.memory_order, self.mapped)
         self.lanes = Lanes(new.lanes, new.capacity, policy.device)
 
     def _later(self, requests):

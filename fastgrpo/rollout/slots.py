@@ -21,6 +21,7 @@ import torch
 
 from fastgrpo.loss.inputs import staged
 from fastgrpo.policy.model import head_dim
+from fastgrpo.rollout.mapped import Mapped
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -201,12 +202,17 @@ class Slots:
         device: Device of the policy.
         memory_order: Memory order of the dimensions [slot, head, token], the fastest one for the provider. The tensors
             are views [slot, head, token, d].
+        mapped: Allocates keys and values. None means torch.
     """
 
     def __init__(
-        self, geometry: Geometry, device: torch.device, memory_order: tuple[int, int, int] = (0, 1, 2)
+        self,
+        geometry: Geometry,
+        device: torch.device,
+        memory_order: tuple[int, int, int] = (0, 1, 2),
+        mapped: Mapped | None = None,
     ) -> None:
-        self.geometry, self.memory_order = geometry, memory_order
+        self.geometry, self.memory_order, self.mapped = geometry, memory_order, mapped
         self.caches, self.heads = {}, {}
         self.prompt_lengths = torch.zeros(geometry.prompts, dtype=torch.int32, device=device)
         self.places = torch.full((geometry.prompts * geometry.group,), -1, dtype=torch.int32, device=device)
@@ -223,7 +229,8 @@ class Slots:
     def _zeros(self, count, tokens, like):
         """Return zeros [count, K, tokens, d], because masked keys and values must not be NaN."""
         shape, order = (count, like.shape[0], tokens), self.memory_order
-        zeros = like.new_zeros(*(shape[dim] for dim in order), like.shape[2])
+        shape = *(shape[dim] for dim in order), like.shape[2]
+        zeros = like.new_zeros(shape) if self.mapped is None else self.mapped.empty(shape, like.dtype).zero_()
         return zeros.permute(*(order.index(dim) for dim in range(3)), 3)
 
     def write(self, held: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor, new: torch.Tensor) -> None:
@@ -269,7 +276,7 @@ class Slots:
 
     @torch.inference_mode()
     def zero(self) -> None:
-        """Reset all keys and values after some were not finite: a masked value times 0 must not be NaN."""
+        """Reset all keys and values, which may not be finite: a masked value times 0 must not be NaN."""
         for cache in self.caches.values():
             for tensor in cache:
                 tensor.zero_()

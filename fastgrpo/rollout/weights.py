@@ -24,6 +24,7 @@ from fastgrpo.policy.quantized import NF4Linear
 from fastgrpo.rollout.attention import DecodeAttention
 from fastgrpo.rollout.graph import Graphs
 from fastgrpo.rollout.layers import LINEAR, Joined, Layers, groups, obstacle
+from fastgrpo.rollout.mapped import Mapped
 
 if HAS_TRITON:
     from fastgrpo.kernels import launch
@@ -117,10 +118,11 @@ class HeldWeights:
         policy: The policy.
         graphs: The graphs that read the weights.
         free: Returns the bytes of free memory, of which copies of weights may take a share.
+        mapped: Allocates copies of weights. None means torch.
     """
 
-    def __init__(self, policy: Policy, graphs: Graphs, free: Callable[[], float]) -> None:
-        self.policy, self.graphs, self.free = policy, graphs, free
+    def __init__(self, policy: Policy, graphs: Graphs, free: Callable[[], float], mapped: Mapped | None = None) -> None:
+        self.policy, self.graphs, self.free, self.mapped = policy, graphs, free, mapped
         self.gathered, self.addresses = ExitStack(), None
         self.parameters, self.version = [], 0
         self.packed = PackedWeights(policy)
@@ -160,9 +162,16 @@ class HeldWeights:
                 how = "merged" if fits else "apart, since copies of the weights do not fit"
                 logger.info("rollouts compute the adapters %s (%.2f GiB)", how, sum(sizes.values()) / 2**30)
         for i, copy in self.copies.items():
-            self.copies[i] = torch.cat([merged_weight(linear) for linear in joined[i]], out=copy)
+            weights = [merged_weight(linear) for linear in joined[i]]
+            if copy is None and self.mapped is not None:
+                copy = self.mapped.empty((sum(map(len, weights)), weights[0].shape[1]), weights[0].dtype)
+            self.copies[i] = torch.cat(weights, out=copy)
         products = [Joined(linears, self.copies.get(i)) for i, linears in enumerate(joined)]
         self.layers = Layers(self.policy, products, fused=True)
+
+    def drop_copies(self) -> None:
+        """Free the copies with merged adapters or dequantized weights, which `hold` makes again."""
+        self.layers, self.copies = None, self.copies and dict.fromkeys(self.copies)
 
     def check(self) -> None:
         """Raise if the weights have changed since requests started."""

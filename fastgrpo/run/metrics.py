@@ -111,7 +111,7 @@ METRICS = {
     "time/other": "seconds of the step that are in no other time/ metric",
     "mfu": "model FLOPs utilization: the update's FLOPs, divided by its seconds (forward to optimizer) and by the peak "
     "FLOP/s of the GPU in 16 bits; absent if the peak is unknown",
-    "memory/peak_gib": "peak GPU memory of torch during the step, on the GPU with the most, GiB; only on GPUs",
+    "memory/peak_gib": "peak GPU memory of torch and KV cache in the step, on the GPU with the most, GiB; only on GPUs",
     "tokens/s": "completion tokens, drawn or learned, per second of the whole step",
     "epoch": "passes over the training rows since the start of the run",
     "eval/loss": "in supervised training, mean negative log-likelihood of a token of held-out completions, nats. In "

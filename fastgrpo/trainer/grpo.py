@@ -202,7 +202,10 @@ class GRPOTrainer:
             max_tokens=micro_batch, timer=self.timer, ranks=ranks,
         )  # fmt: skip
         judged = self.rewards is not None  # without rewards, no completions are generated
-        self.engine = make_backend(self.policy.for_rollouts, args, self._bytes_to_come) if judged else None
+        self.sleeps = self.plan is not None and self.plan.released
+        self.engine = None
+        if judged:
+            self.engine = make_backend(self.policy.for_rollouts, args, self._bytes_to_come, self.sleeps)
         self.live = None if args.serve_port is None else self._make_live()
         self._prepare()
         functions = self.rewards.functions if judged else []
@@ -281,7 +284,7 @@ class GRPOTrainer:
         return live
 
     def _bytes_to_come(self):
-        """Return the bytes that an update will allocate in addition to the present ones."""
+        """Return the bytes that will be allocated beside the KV cache, in addition to the present ones."""
         return self.optimizer.bytes_to_come(self.policy.device) + (self.plan.passing if self.plan else 0)
 
     def _prepare(self):
@@ -519,7 +522,8 @@ class GRPOTrainer:
             samples, updated = self.update(samples)
             values = self.report(samples, updated | collected)
         if "memory/peak_gib" in values:
-            values["memory/peak_gib"] = max(self.ranks.gather(values["memory/peak_gib"], "the peak of the memory"))
+            peak = max(values["memory/peak_gib"], self.engine.peak / 2**30 if self.sleeps else 0)
+            values["memory/peak_gib"] = max(self.ranks.gather(peak, "the peak of the memory"))
         drawn = sum(len(sample.drawn) for sample in samples)
         # With batches ahead, the time of the rollout is only a wait.
         drawing = 0.0 if getattr(self.args, "max_staleness", 0) else values["time/rollout"]
@@ -536,6 +540,7 @@ class GRPOTrainer:
 
         Return the samples, with the results of the update added to the trained ones, and the metrics.
         """
+        self._sleep()
         trained, size = [sample for sample in samples if sample.trained], self.args.num_generations
         groups = [trained[i : i + size] for i in range(0, len(trained), size)]
         updated, metrics = self.updates(groups, with_entropy=self._logged)
@@ -544,6 +549,11 @@ class GRPOTrainer:
         if self.args.sync_ref_model and (self.state.global_step + 1) % self.args.ref_model_sync_steps == 0:
             self.reference.sync(self.policy, self.args.ref_model_mixup_alpha)
         return samples, metrics
+
+    def _sleep(self):
+        """Release the KV cache if the plan says so."""
+        if self.sleeps:
+            self.engine.sleep()
 
     def report(self, samples: Sequence[Sample], values: dict[str, float]) -> dict[str, float]:
         """End the step: log samples and warnings, and return the metrics of the step by name."""
@@ -615,6 +625,7 @@ class GRPOTrainer:
             )  # fmt: skip
         told = result.summary(self.told)
         result = setup.renamed(result, prefix)
+        self._sleep()
         further = dict(further) | self._held_out_loss(result.samples, prefix)
         self._write(further | result.metrics())
         name = "" if prefix == "eval" else f" of {prefix}"

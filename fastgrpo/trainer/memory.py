@@ -16,6 +16,7 @@ import shlex
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +38,9 @@ from fastgrpo.policy.quantized import NF4Linear, quantize
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.models import same_device
+from fastgrpo.rollout import mapped
 from fastgrpo.rollout.attention import choose_provider
+from fastgrpo.rollout.engine import PREFILL_TOKENS
 from fastgrpo.rollout.hf import HFBackend
 from fastgrpo.rollout.layers import obstacle
 from fastgrpo.rollout.slots import (
@@ -60,6 +63,9 @@ MICRO_BATCHES = 16384, 8192, 4096  # tokens of a micro-batch to choose from, and
 # few lanes, which reads all weights; and how much longer that takes with adapters beside the weights, not merged, and
 # with 4-bit weights that each step dequantizes. PCIE is for each byte of a parameter that is copied, at 50 GB/s.
 PASS, PASS_SHARDED, PCIE, DECODE_STEP, APART, DEQUANTIZED = 1_000, 10_000, 10_000, 500, 1.25, 2.5
+# Predicted time to release and map the KV cache, and of torch's new allocations: 0.2 s, in FLOPs of a token per weight.
+RELEASE = 1e14
+SPARE = 0.05  # share of the memory that stays free for workspaces and fragmentation, if updates release the KV cache
 # The phases of a step with the highest memory use.
 TIMES = {
     "draw": "while completions are generated",
@@ -86,7 +92,7 @@ class MemoryPlan:
     """A run's memory on each device."""
 
     parts: list[Part]  # all except keys and values
-    slots: Part  # keys and values of `lanes`
+    slots: Part  # keys and values of `lanes`; with `times` if an update releases them
     one_group: int  # minimum bytes of keys and values, for one group
     share: float  # maximum share of the remaining memory for keys and values
     room: float  # available bytes; infinite if unknown
@@ -106,40 +112,50 @@ class MemoryPlan:
         return self.recomputed > 0
 
     @property
+    def released(self) -> bool:
+        """Whether updates release the memory of keys and values."""
+        return bool(self.slots.times)
+
+    @property
     def ample(self) -> bool:
-        """Whether keys and values of all `lanes` fit within their share."""
-        return self.slots.bytes <= self.share * (self.room - self.fixed)
+        """Whether keys and values of all `lanes` fit within their share, and the update fits."""
+        most = self.room * (1 - SPARE * self.released)
+        return self.slots.bytes <= self.share * (self.room - self.fixed) and self.needed <= most
 
     @property
     def needed(self) -> int:
         """Bytes of the run with all keys and values."""
-        return self.fixed + self.slots.bytes
+        return self._peak(self.slots.bytes)[1]
 
     @property
     def fixed(self) -> int:
-        """Bytes of all parts except keys and values, at the peak of a step."""
-        return self._peak()[1]
+        """Bytes of all parts except keys and values, at their peak while keys and values exist."""
+        return self._peak(times=self.slots.times or TIMES)[1]
 
     @property
     def passing(self) -> int:
-        """Bytes of the parts that are allocated after keys and values, at the peak of a step."""
+        """Bytes of the parts that are allocated after keys and values, at their peak while keys and values exist."""
         return self.fixed - sum(part.bytes for part in self.parts if part.early or not part.times)
 
     @property
     def least(self) -> int:
         """Minimum bytes of a step: the share of keys and values must hold one group."""
-        return self._peak(certain=True)[1] + math.ceil(self.one_group / self.share)
+        return self._peak(math.ceil(self.one_group / self.share), certain=True)[1]
 
     @property
     def fits(self) -> bool:
         """Whether a step fits."""
         return self.least <= self.room
 
-    def _peak(self, certain=False):
-        """Return the phase of peak memory, its bytes and its parts; if `certain`, without upper bounds."""
+    def _peak(self, slots=0, certain=False, times=TIMES):
+        """Return the phase of peak memory with so many bytes of keys and values, its bytes and its parts.
+
+        If `certain`, upper bounds are left out.
+        """
         parts = [part for part in self.parts if not (certain and part.at_most)]
-        held = {time: [part for part in parts if not part.times or time in part.times] for time in TIMES}
-        time = max(TIMES, key=lambda time: sum(part.bytes for part in held[time]))
+        parts.append(dataclasses.replace(self.slots, bytes=slots))
+        held = {time: [part for part in parts if not part.times or time in part.times] for time in times}
+        time = max(times, key=lambda time: sum(part.bytes for part in held[time]))
         return time, sum(part.bytes for part in held[time]), held[time]
 
     def rows(self) -> list[tuple[str, str]]:
@@ -148,7 +164,7 @@ class MemoryPlan:
         for part in [*self.parts, self.slots]:
             when = f", {TIMES[part.times[0]]}" if len(part.times) == 1 else ""
             rows.append((part.name, f"{gib(part.bytes):>11}   {part.how}{when}"))
-        about = f"the peak, {TIMES[self._peak()[0]]}" if self.passing else ""
+        about = f"the peak, {TIMES[self._peak(self.slots.bytes)[0]]}" if self.passing else ""
         if not math.isinf(self.room):
             about += f"; of {gib(self.room)} available"
         rows.append(("peak", f"{gib(self.needed):>11}   {about}".rstrip()))
@@ -161,9 +177,11 @@ class MemoryPlan:
         """Raise a ValueError if the run does not fit."""
         if self.fits:
             return
-        time, _, parts = self._peak(certain=True)
-        parts = sorted((part for part in parts if part.bytes), key=lambda part: -part.bytes)
-        group = f"KV cache of one group {gib(self.one_group)}, within {self.share:g} of the remaining memory"
+        time, _, parts = self._peak(math.ceil(self.one_group / self.share), certain=True)
+        named = [part for part in parts if part.bytes and part.name != self.slots.name]
+        parts = sorted(named, key=lambda part: -part.bytes)
+        group = f", and KV cache of one group {gib(self.one_group)}, within {self.share:g} of the remaining memory"
+        group *= not self.released or time in self.slots.times
         saved = {flag: self.least - count for flag, count in self.instead.items()}
         remedies = [
             f"{flag} saves {gib(saved[flag])}" + ", which is enough" * (self.instead[flag] <= self.room)
@@ -175,7 +193,7 @@ class MemoryPlan:
         each = f"each of {self.ranks} processes" if self.ranks > 1 else "the run"
         raise ValueError(
             f"{each} needs at least {gib(self.least)} of memory {TIMES[time]}, and {gib(self.room)} are available: "
-            f"{', '.join(f'{part.name} {gib(part.bytes)}' for part in parts)}, and {group}\n  {'; '.join(remedies)}"
+            f"{', '.join(f'{part.name} {gib(part.bytes)}' for part in parts)}{group}\n  {'; '.join(remedies)}"
         )
 
 
@@ -263,7 +281,7 @@ class Count(NamedTuple):
 class _Planner:
     """Computes the parts of a run on each device; `model` has dtype and adapters, but no weights."""
 
-    def __init__(self, config, model, dtype, device, prompt_tokens, room, ranks, parallel, judges, waits):
+    def __init__(self, config, model, dtype, device, prompt_tokens, room, ranks, parallel, judges, waits, releases):
         self.config, self.model, self.dtype, self.device = config, model, dtype, device
         self.prompt_tokens, self.room, self.ranks, self.parallel = prompt_tokens, room, ranks, parallel
         self.judges, self.count, self.sharded = judges, Count.of(model), parallel == "fsdp2"
@@ -285,6 +303,7 @@ class _Planner:
             copied, width = copied_tokens(self.requests, most), head_dim(model.config.get_text_config())
             # The hf backend copies the prompt for each completion, like sdpa.
             self.flat = hf or choose_provider("auto", device, dtype, width, copied) == "sdpa"
+        self.releases = releases and bool(self.requests)
         self.merged = self._merged_bytes()
 
     def plan(self) -> MemoryPlan:
@@ -301,42 +320,45 @@ class _Planner:
         if self.device.type == "cpu" and math.isinf(self.room):
             sizes, counts, why = sizes[:1], counts[-1:], why or "auto is on on a CPU"
         made = []
-        for tokens in sizes:
+        for tokens, released in product(sizes, (False, True)[: 1 + self.releases]):
             for recomputed in counts:
-                made.append(self._planned([*parts, *self._head(tokens)], tokens, recomputed))
-                if made[-1].ample and made[-1].cost == self._cost(tokens, recomputed, self.most, self.merged > 0):
+                made.append(self._planned([*parts, *self._head(tokens)], tokens, recomputed, released))
+                best = self._cost(tokens, recomputed, self.most, self.merged > 0, released)
+                if made[-1].ample and made[-1].cost == best:
                     break  # all completions run at once, with merged adapters: more recomputation only takes time
         best = min(made, key=lambda plan: (not plan.ample, plan.cost if plan.ample else plan.needed))
+        first = next(plan for plan in made if plan.released == best.released)
         if not why and not best.ample:
             why = "this needs the least memory"
-        elif not why and best is made[0]:
+        elif not why and best is first:
             why = "all activations fit"
         elif not why:
-            problem = f"need {gib(made[0].needed)}"
-            if made[0].ample and made[0].lanes == self.most:
+            problem = f"need {gib(first.needed)}"
+            if first.ample and first.lanes == self.most:
                 problem = "leave no room for merged adapters"
-            elif made[0].ample:
-                problem = f"generate only {made[0].lanes:,} of {self.most:,} completions at the same time"
+            elif first.ample:
+                problem = f"generate only {first.lanes:,} of {self.most:,} completions at the same time"
             why = f"the cheapest that fits: {sizes[0]:,} tokens without it {problem}"
         return dataclasses.replace(best, why=why)
 
-    def _planned(self, parts, tokens, recomputed):
+    def _planned(self, parts, tokens, recomputed, released):
         """Plan a run with this micro-batch and number of recomputed layers, and as many lanes as fit."""
         fewest, activations = self.fewest, self._activations(tokens, recomputed)
         share = 1.0 if self.config.rollout_backend == "hf" else self.config.rollout_memory_utilization
-        one_group = self._slots(fewest).bytes
+        one_group, times = self._slots(fewest).bytes, ("draw",) if released else ()
 
         def of(lanes):
             held = [*parts, *self._decode_step(min(lanes, self.drawing)), *activations]
             choice = {"lanes": lanes, "tokens": tokens, "recomputed": recomputed, "ranks": self.ranks}
+            slots = dataclasses.replace(self._slots(lanes), times=times)
             made = MemoryPlan(
-                held, self._slots(lanes), one_group, share, self.room, cost=self._cost(tokens, recomputed, lanes),
-                parallel=self.parallel, **choice,
+                held, slots, one_group, share, self.room, parallel=self.parallel, **choice,
+                cost=self._cost(tokens, recomputed, lanes, False, released),
             )  # fmt: skip
             if not 0 < self.merged <= MERGED_SHARE * (self.room - made.fixed):
                 return made
-            part = Part("merged adapters", self.merged, "copies of the weights, for rollouts")
-            cost = self._cost(tokens, recomputed, lanes, merged=True)
+            part = Part("merged adapters", self.merged, "copies of the weights, for rollouts", times, early=True)
+            cost = self._cost(tokens, recomputed, lanes, True, released)
             return dataclasses.replace(made, parts=[*held, part], cost=cost)
 
         more = range(fewest + 1, self.most + 1)
@@ -350,7 +372,7 @@ class _Planner:
             return 0
         return sum(copied_bytes(policy).values())
 
-    def _cost(self, tokens, recomputed, lanes, merged=False):
+    def _cost(self, tokens, recomputed, lanes, merged, released):
         """Predict the time of updates and decode steps, in FLOPs of one token per weight."""
         layers, flops = self.model.config.get_text_config().num_hidden_layers, 4 if self.count.adapters else 6
         added = PASS_SHARDED if self.sharded else PASS
@@ -362,7 +384,7 @@ class _Planner:
         steps = self.config.max_completion_length * self.most / max(lanes, 1)  # vLLM servers have no lanes
         apart = DEQUANTIZED if self.count.packed else APART if self.count.adapters else 1
         decode = DECODE_STEP * (1 if merged else apart)
-        return self.config.num_iterations * self.in_all * token + steps * decode
+        return self.config.num_iterations * self.in_all * token + steps * decode + released * RELEASE / self.count.base
 
     def _token_bytes(self, recomputed):
         """Return `activation_bytes` of one token."""
@@ -383,18 +405,21 @@ class _Planner:
         return Part("KV cache", slots.tokens * token, f"{tokens} x {token:,} bytes")
 
     def _decode_step(self, lanes):
-        """Compute the parts of a decode step. CUDA graphs keep their memory until the slots change."""
+        """Compute the parts of prefills and decode steps. CUDA graphs keep their memory until the slots change."""
         config, vocabulary = self.config, len(self.model.get_output_embeddings().weight)
         # A repetition penalty needs three more tensors of this size.
         logit = FP32 * (4 if self.grpo and config.repetition_penalty != 1 else 1)
         captured = lanes > 0 and self.device.type == "cuda" and config.rollout_backend in ("auto", "fast")
         times, how = tuple(TIMES) if captured else ("draw",), f"{lanes:,} x {vocabulary:,} x {logit} bytes"
         parts = [Part("logits of a decode step", lanes * vocabulary * logit, how, times, at_most=True)]
+        shape = self.model.config.get_text_config()
+        layer = self.dtype.itemsize * (3 * _mlp_width(shape)[0] + 4 * shape.hidden_size)
+        if lanes:
+            how = f"{PREFILL_TOKENS:,} tokens of prompts in one layer x {layer:,} bytes"
+            parts.append(Part("prefill", PREFILL_TOKENS * layer, how, ("draw",), at_most=True))
         if captured:
             prompts = min(lanes, len(self.requests))
             graphs = sum(size < lanes for size in BUCKETS) + sum(size < prompts for size in PROMPT_BUCKETS) + 1
-            shape = self.model.config.get_text_config()
-            layer = self.dtype.itemsize * (3 * _mlp_width(shape)[0] + 4 * shape.hidden_size)
             how = f"{graphs} x {gib(GRAPH_BYTES)}, and {lanes:,} x {layer:,} bytes of one layer"
             parts.append(Part("CUDA graphs", graphs * GRAPH_BYTES + lanes * layer, how, times, at_most=True))
         return parts
@@ -530,12 +555,12 @@ class _Planner:
 def plan(
     config: TrainingConfig, model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device,
     prompt_tokens: int = PROMPT_TOKENS, room: float = math.inf, ranks: int = 1, judges: int = 0,
-    waits: bool = False,
+    waits: bool = False, releases: bool = False,
 ) -> MemoryPlan:  # fmt: skip
     """Plan a run's memory on each device, for a `model` without weights, and resolve auto settings.
 
-    `judges` are the bytes of reward models. `waits` says that completions wait for tools. If the run does not fit, plan
-    it also with each setting that may help.
+    `judges` are the bytes of reward models. `waits` says that completions wait for tools, `releases` that updates can
+    release the KV cache. If the run does not fit, plan it also with each setting that may help.
     """
     model = model.to(dtype)
 
@@ -550,7 +575,8 @@ def plan(
     def of(config, parallel, judges=judges):
         lora = config.lora_r, config.lora_alpha, config.lora_target_modules, config.load_in_4bit
         planned = with_lora(*lora) if config.use_peft else model
-        return _Planner(config, planned, dtype, device, prompt_tokens, room, ranks, parallel, judges, waits).plan()
+        shared = prompt_tokens, room, ranks, parallel, judges, waits, releases
+        return _Planner(config, planned, dtype, device, *shared).plan()
 
     whole = of(config, "ddp")
     parallel, chosen = choose_parallel(config, whole)
@@ -598,6 +624,13 @@ def _changes(config, ranks):
     return changes | {f"--parallel {way}": {"parallel": way} for way in ways}
 
 
+def can_release(config: TrainingConfig, device: torch.device) -> bool:
+    """Return whether updates can release the KV cache. A server in the same process would need its memory."""
+    if device.type != "cuda" or not isinstance(config, GRPOConfig) or config.serve_port is not None:
+        return False
+    return config.rollout_backend in ("eager", "hf") or mapped.works(device)
+
+
 def sharing(parallel: str) -> str:
     """Return ddp or fsdp2; fsdp2_keep and fsdp2_offload are variants of fsdp2."""
     return parallel.partition("_")[0]
@@ -640,9 +673,12 @@ def plan_run(
         room = memory_left(here) + sum(p.nbytes for p in parameters if p.device == here)
     if rewards is not None and same_device(rewards.device(device, config.reward_device), device):
         judges = sum(model.bytes_to_come(device) for model in rewards.models)
-    room = min(ranks.gather(room, "the free memory of each device"))
+    releases = can_release(config, device)
+    told = ranks.gather((room, releases), "the free memory of each device")
+    room, releases = min(room for room, _ in told), all(releases for _, releases in told)
     outlined = outline(model, config.trust_remote_code, download=True) if isinstance(model, (str, Path)) else model
     if unplannable(outlined):
         return None
     outlined, sizes = without_weights(outlined), {"ranks": ranks.size, "judges": judges, "waits": waits}
-    return plan(config, outlined, dtype=choose_dtype(config.dtype, device), device=device, room=room, **sizes)
+    kind = {"dtype": choose_dtype(config.dtype, device), "device": device, "releases": releases}
+    return plan(config, outlined, room=room, **kind, **sizes)

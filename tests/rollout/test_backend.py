@@ -63,17 +63,6 @@ def test_non_finite_logits_leave_no_state(attention, aborted):
         assert all(torch.equal(a.logps, b.logps) for a, b in zip(again, expected, strict=True))
 
 
-def test_the_kv_cache_keeps_its_memory_between_calls():
-    """Training and evaluation take no turns at them: they are made, and grown once."""
-    engine, slots = RolloutEngine(tiny.model(), max_num_seqs=8), []
-    for _ in range(3):
-        engine.generate(PROMPTS[:2], 4, SamplingParams(max_tokens=4, seed=0))
-        slots.append(engine.slots)
-        engine.generate(PROMPTS * 2, 1, SamplingParams(max_tokens=9, seed=0))
-        slots.append(engine.slots)
-    assert len({id(each) for each in slots}) == 2 and all(each is slots[1] for each in slots[1:])
-
-
 def test_the_share_of_lanes_in_use_is_of_the_whole_generation():
     """Also where all lanes empty at once while more wait."""
     engine = RolloutEngine(tiny.model(), max_num_seqs=4)
@@ -171,19 +160,6 @@ def test_a_prompt_is_computed_once_a_group_in_parts_where_it_is_long(monkeypatch
     monkeypatch.setattr("fastgrpo.rollout.engine.PREFILL_TOKENS", 8)
     RolloutEngine(model).generate(PROMPTS, 2, SamplingParams(max_tokens=8, seed=0))
     assert tokens[:3] == [4, 7, 2]
-
-
-def test_the_next_group_reuses_finished_lanes(monkeypatch):
-    model = tiny.model("llama")
-    sampling = SamplingParams(temperature=1.5, max_tokens=60, stop_token_ids=tuple(range(1, 9)), seed=3)
-    engine = RolloutEngine(model)
-    expected = engine.generate(PROMPTS * 2, 16, sampling)
-    assert engine.live_lanes[0] > 4 * engine.live_lanes[-1]
-    engine, live = RolloutEngine(model, max_num_seqs=40), []
-    start = engine._start
-    monkeypatch.setattr(engine, "_start", lambda groups: live.append(len(engine._live())) or start(groups))
-    assert ids_of(engine.generate(PROMPTS * 2, 16, sampling)) == ids_of(expected)
-    assert any(0 < lanes < 40 for lanes in live)  # started beside others that went on
 
 
 @pytest.mark.slow

@@ -9,10 +9,12 @@ from drawing import finish, ids_of
 
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.device import cast
+from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, score
 from fastgrpo.rollout.attention import PROVIDERS, _obstacle
 from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.mapped import works
 from fastgrpo.rollout.sampling import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -81,14 +83,23 @@ def test_fp32_logps_equal_a_teacher_forced_forward():
 
 
 def test_graphs_follow_weights_filters_and_geometry():
-    """An update in place, weights in another place, other sampling, fewer and more lanes: as without graphs."""
+    """An update in place, weights in another place, other sampling, fewer and more lanes: as without graphs.
+
+    After each rollout, the memory of the KV cache and of merged adapters is released.
+    """
+    assert works(torch.device("cuda", 0))
     model, prompts = model_and_prompts()
-    eager, graphed = (RolloutEngine(model, enforce_eager=eager) for eager in (True, False))
+    model = add_lora(model, r=4, target_modules="all-linear")
+    eager, graphed = (RolloutEngine(model, enforce_eager=eager, enable_sleep_mode=True) for eager in (True, False))
     greedy, drawn = SamplingParams(temperature=0, max_tokens=24), SamplingParams(max_tokens=24, top_p=0.9, seed=2)
 
     def check(n, sampling):
         expected, seen = (engine.generate(prompts, n, sampling) for engine in (eager, graphed))
         assert ids_of(seen) == ids_of(expected)
+        captured, held, (free, _) = len(graphed.graphs.graphs), graphed.mapped.bytes, torch.cuda.mem_get_info()
+        for engine in (graphed, eager):
+            engine.sleep()
+        assert len(graphed.graphs.graphs) == captured > 0 and torch.cuda.mem_get_info()[0] >= free + held > free
 
     for n, sampling in ((8, drawn), (1, greedy), (8, drawn), (8, greedy)):
         check(n, sampling)

@@ -25,7 +25,7 @@ from fastgrpo.rewards.models import RewardModel
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.trainer import setup
-from fastgrpo.trainer.memory import activation_bytes, plan, plan_run
+from fastgrpo.trainer.memory import TIMES, activation_bytes, can_release, plan, plan_run
 from fastgrpo.trainer.optim import MasterAdamW
 from fastgrpo.trainer.setup import keep_activations
 
@@ -167,7 +167,7 @@ def test_peaks_at_different_times_are_not_added(planned):
 @pytest.mark.parametrize("name", ["0.5B", "1.5B", "7B"])
 def test_as_many_completions_draw_as_a_step_has_or_fit_into_memory(name):
     """The CUDA graphs keep the logits of a decode step, so the update has less memory."""
-    before, update = 0, {"max_tokens_per_microbatch": 4096, "gradient_checkpointing": True}
+    before, update = 0, {"max_tokens_per_microbatch": 4096, "gradient_checkpointing": True, "releases": False}
     for gigabytes in (24, 40, 80, 141):
         made = planned_on(name, gigabytes, **update)
         assert made.fits == (made.needed <= made.room) and before <= made.lanes <= 1024
@@ -179,6 +179,24 @@ def test_as_many_completions_draw_as_a_step_has_or_fit_into_memory(name):
         assert made.passing - eager.passing == held["logits of a decode step"] + held["CUDA graphs"]
     assert (before == 1024) == (name != "7B")
     assert planned_on(name, 141, prompts_per_step=8, num_generations=4).lanes == 32
+
+
+@pytest.mark.parametrize("name, gigabytes", [("0.5B", 24), ("7B, LoRA", 80)])
+def test_updates_release_the_kv_cache_where_that_is_faster(name, gigabytes):
+    made, kept = (planned_on(name, gigabytes, releases=releases) for releases in (True, False))
+    assert made.released and made.fits and made.lanes > kept.lanes and made.cost < kept.cost
+    draw, *others = (sum(part.bytes for part in made.parts if time in (part.times or TIMES)) for time in TIMES)
+    assert made.needed == max(draw + made.slots.bytes, *others) < 0.95 * made.room and draw < max(others)
+    assert made.slots.bytes <= 0.7 * (made.room - draw)
+    assert made.passing == sum(sizes(made)[part] for part in ("logits of a decode step", "CUDA graphs", "prefill"))
+    for part in {"KV cache", "merged adapters"} & sizes(made).keys():
+        assert dict(made.rows())[part].endswith(", while completions are generated")
+
+
+def test_the_kv_cache_stays_where_all_fits_or_a_server_may_need_it():
+    assert planned_on("0.5B", 80) == planned_on("0.5B", 80, releases=False)
+    eager, live = GRPOConfig(rollout_backend="eager"), GRPOConfig(rollout_backend="eager", serve_port=0)
+    assert [can_release(eager, CUDA), can_release(live, CUDA), can_release(eager, CPU)] == [True, False, False]
 
 
 def test_completions_that_wait_for_tools_keep_their_slots(planned):
@@ -207,7 +225,7 @@ def test_a_run_that_does_not_fit_is_refused_with_flags_that_help(planned):
     ("7B, fsdp2_offload", 80, {}, 16384, range(1, 28)),
 ])  # fmt: skip
 def test_the_cheapest_micro_batch_and_recomputation_that_fit_are_chosen(name, gigabytes, settings, tokens, recomputed):
-    made = planned_on(name, gigabytes, **settings)
+    made = planned_on(name, gigabytes, releases=False, **settings)
     assert made.fits and made.tokens == tokens and made.recomputed in recomputed, made.rows()
     assert f"{tokens:,} tokens of a micro-batch" in dict(made.rows())["gradient checkpointing"]
     if tokens < 16384:
@@ -282,7 +300,7 @@ def test_the_device_with_the_least_room_decides_for_all(planned, tmp_path):
     outlined("1.5B").config.save_pretrained(tmp_path)
     config = GRPOConfig(device="cpu", dtype="bfloat16")
     two = Ranks(0, 2)
-    two.gather = lambda room, what: [room, room / 4]
+    two.gather = lambda told, what: [told, (told[0] / 4, False)]
     made = plan_run(config, tmp_path, 80 * GIB, two)
     assert (made.room, made.parallel, made.ranks) == (20 * GIB, "fsdp2", 2)
     assert plan_run(config, tmp_path, 80 * GIB, ALONE).room == 80 * GIB
