@@ -52,7 +52,7 @@ def _call(name, *arguments):
     """Call a function of the driver, whose numbers all have 64 bits. Raise if it fails."""
     code = getattr(driver(), name)(*(ctypes.c_uint64(a) if isinstance(a, int) else a for a in arguments))
     if code == OUT_OF_MEMORY:
-        raise torch.OutOfMemoryError(f"{name}: the KV cache does not fit. Lower --rollout_memory_utilization")
+        raise torch.OutOfMemoryError(f"{name}: the KV cache does not fit; lower --rollout_memory_utilization")
     if code:
         text = ctypes.c_char_p()
         driver().cuGetErrorString(code, ctypes.byref(text))
@@ -89,8 +89,8 @@ class Range:
         except torch.OutOfMemoryError:  # torch keeps freed memory, such as that of an update
             torch.cuda.empty_cache()
             create()
+        _call("cuMemMap", self.address.value, self.size, 0, handle.value, 0)
         self.handle = handle.value
-        _call("cuMemMap", self.address.value, self.size, 0, self.handle, 0)
         access = Access(self.properties.location, READ_WRITE)
         _call("cuMemSetAccess", self.address.value, self.size, ctypes.byref(access), 1)
 
@@ -165,7 +165,7 @@ def works(device: torch.device) -> bool:
         driver()
         mapped, graph = Mapped(device), torch.cuda.CUDAGraph()
         numbers = mapped.empty((256,), torch.float32).zero_().add_(1)  # loads the kernels, which a capture cannot
-        with torch.cuda.device(device), torch.cuda.graph(graph):
+        with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             numbers.add_(1)
         mapped.release()
         mapped.restore()

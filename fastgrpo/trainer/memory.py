@@ -140,7 +140,8 @@ class MemoryPlan:
     @property
     def least(self) -> int:
         """Minimum bytes of a step: the share of keys and values must hold one group."""
-        return self._peak(math.ceil(self.one_group / self.share), certain=True)[1]
+        peak = self._peak(math.ceil(self.one_group / self.share), certain=True)[1]
+        return math.ceil(peak / (1 - SPARE)) if self.released else peak
 
     @property
     def fits(self) -> bool:
@@ -628,7 +629,7 @@ def can_release(config: TrainingConfig, device: torch.device) -> bool:
     """Return whether updates can release the KV cache. A server in the same process would need its memory."""
     if device.type != "cuda" or not isinstance(config, GRPOConfig) or config.serve_port is not None:
         return False
-    return config.rollout_backend in ("eager", "hf") or mapped.works(device)
+    return config.rollout_backend in ("eager", "hf", "vllm") or mapped.works(device)
 
 
 def sharing(parallel: str) -> str:
@@ -673,7 +674,7 @@ def plan_run(
         room = memory_left(here) + sum(p.nbytes for p in parameters if p.device == here)
     if rewards is not None and same_device(rewards.device(device, config.reward_device), device):
         judges = sum(model.bytes_to_come(device) for model in rewards.models)
-    releases = can_release(config, device)
+    releases = not judges and can_release(config, device)  # the memory of scoring by reward models is not planned
     told = ranks.gather((room, releases), "the free memory of each device")
     room, releases = min(room for room, _ in told), all(releases for _, releases in told)
     outlined = outline(model, config.trust_remote_code, download=True) if isinstance(model, (str, Path)) else model

@@ -153,7 +153,7 @@ def test_an_error_of_the_driver_names_the_remedy(driver, monkeypatch):
     assert tensor.shape == (UNIT // 8, 1) and driver.free == 0
     mapped.release()
     driver.free, kept[:] = 0, []
-    with pytest.raises(torch.OutOfMemoryError, match="Lower --rollout_memory_utilization"):
+    with pytest.raises(torch.OutOfMemoryError, match="does not fit; lower --rollout_memory_utilization"):
         mapped.restore()
     driver.free = FREE
     assert mapped.restore() and not mapped.restore()
