@@ -188,13 +188,3 @@ def test_the_rows_of_a_curriculum_keep_their_places():
     easy, hard = ShuffledRows(as_rows([{}], "easy.jsonl")), ShuffledRows([{}, {}])
     rows = Curriculum([Level("easy", easy), Level("hard", hard)]).rows
     assert [rows.where(i) for i in range(len(rows))] == ["easy.jsonl row 0", "level 'hard' row 0", "level 'hard' row 1"]
-
-
-def test_a_curriculum_is_restored():
-    curriculum = Curriculum(levels())
-    for _ in range(4):
-        curriculum.take(1)
-        curriculum.observe(1.0)
-    other = Curriculum(levels())
-    other.load_state_dict(json.loads(json.dumps(curriculum.state_dict())))
-    assert (other.level, other.recent) == (curriculum.level, curriculum.recent) == (1, [1.0])

@@ -41,6 +41,7 @@ LORA_AND_HEAD = dataclasses.replace(LORA, modules_to_save=["lm_head"])
 SPECIAL = {
     "clip-higher": {"epsilon": 0.1, "epsilon_high": 0.5},
     "delta": {"delta": 1.25, "epsilon_high": 0.1},
+    "delta-below-the-clip": {"delta": 1.1, "epsilon_high": 0.5},
     "gspo-delta": {"loss_type": "grpo", "delta": 1.1, "epsilon": 0.05, **SEQUENCE},
     "unread-delta": {**TYPES["sapo"], "delta": 1.1},
     "cispo-low-cap": {"loss_type": "cispo"},  # its cap is epsilon, 0.2

@@ -1,11 +1,11 @@
-"""The rollout's kernels on a GPU at real sizes: the distribution of draws, equal bits in any batch, 64-bit offsets."""
+"""The rollout's kernels on a GPU at real sizes: equal bits in any batch, 64-bit offsets."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from decode_cases import chi_square_tail, random_decode
+from decode_cases import random_decode
 
 from fastgrpo.kernels.decode import group_decode
 from fastgrpo.kernels.sampling import sample
@@ -19,16 +19,6 @@ FILTERS = [{}, {"top_k": 50}, {"top_k": 1000}, {"top_p": 0.9}, {"top_p": 0.999},
 
 def random_logits(rows):
     return torch.randn(rows, VOCAB, device="cuda") * 2.5
-
-
-@pytest.mark.parametrize(
-    "filters", [*FILTERS[:2], {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 40, "top_p": 0.8}], ids=str
-)
-def test_draws_follow_the_distribution(filters):
-    row = torch.randn(200, device="cuda")
-    logits = row.expand(200_000, -1).contiguous()
-    tokens, _, _ = sample(logits, torch.rand(200_000, device="cuda"), temperature=0.9, **filters)
-    assert chi_square_tail(tokens, row, 0.9, filters) > 1e-4
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)

@@ -18,13 +18,6 @@ def advantages(values, group_size, **knobs):
     return group_advantages(torch.tensor(values, dtype=torch.float64), group_size, **knobs).tolist()
 
 
-def test_group_scale_by_hand():
-    # Means 2 and 4, deviations -1 0 1 and -4 2 2, sample variances (1 + 0 + 1) / 2 and (16 + 4 + 4) / 2.
-    one, twelve = 1 + 1e-4, math.sqrt(12) + 1e-4
-    expected = [-1 / one, 0, 1 / one, -4 / twelve, 2 / twelve, 2 / twelve]
-    assert advantages([1.0, 2, 3, 0, 6, 6], 3) == pytest.approx(expected, rel=1e-14)
-
-
 def test_eps_clip_and_no_scale():
     assert advantages([0.0, 2], 2, eps=1.0) == pytest.approx([-1 / (math.sqrt(2) + 1), 1 / (math.sqrt(2) + 1)])
     assert advantages([0.0, 2, 3, 7], 2, scale="none") == [-1, 1, -2, 2]

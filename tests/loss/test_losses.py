@@ -40,27 +40,6 @@ def test_loss_gradient_and_metrics_by_hand():
     assert weight.grad.flatten().tolist() == pytest.approx([x for row in expected for x in row], rel=1e-5)
 
 
-@pytest.mark.parametrize("ratio, advantage, knobs, loss, gradient", [
-    (1.1, 2.0, {}, -2.2, -2.2),  # within the clip: -rA and its derivative -rA
-    (1.5, 2.0, {}, -2.4, 0.0),  # high clip
-    (1.25, 2.0, {"epsilon_high": 0.28}, -2.5, -2.5),  # clip-higher
-    (0.5, 2.0, {}, -1.0, -1.0),  # the clip is one-sided
-    (0.5, -2.0, {}, 1.6, 0.0),  # low clip
-    (1.5, -2.0, {"delta": 1.3}, 2.6, 0.0),  # the upper bound on the unclipped ratio
-    (1.25, -2.0, {"delta": 1.3}, 2.5, 2.5),
-    (1.5, 2.0, {"delta": 1.1}, -2.2, 0.0),  # delta below 1 + epsilon_high
-])  # fmt: skip
-def test_clip_by_hand(ratio, advantage, knobs, loss, gradient):
-    logps = torch.tensor([0.0], requires_grad=True)
-    output = grpo_loss(logps, torch.tensor([-math.log(ratio)]), torch.tensor([advantage]), **knobs)
-    output.loss.backward()
-    assert output.loss.item() == pytest.approx(loss, rel=1e-5, abs=1e-9)
-    assert logps.grad.item() == pytest.approx(gradient, rel=1e-5, abs=1e-9)
-    high = ratio > 1 + knobs.get("epsilon_high", 0.2) and advantage > 0
-    found = [output.metrics[f"clip_ratio/{side}_mean"].item() for side in ("high", "low")]
-    assert found == [high, ratio < 0.8 and advantage < 0]
-
-
 @pytest.mark.parametrize("kl, value, slope", [
     ("k1", math.log(2), 1.0), ("k2", math.log(2) ** 2 / 2, math.log(2)), ("k3", 0.5 + math.log(2) - 1, 0.5),
 ])  # fmt: skip
@@ -144,15 +123,6 @@ def test_rows_of_no_weight_or_no_advantage_are_not_read(why):
     loss, _, _, gradients = truth(case, weights=weights)
     output, actual = run(replace(case, **spoilt), linear_grpo_loss, token_weights=weights)
     assert torch.equal(output.active, ~drop) and output.metrics["active_tokens"].item() == (~drop).sum()
-    torch.testing.assert_close(output.loss, loss)
-    torch.testing.assert_close(actual, gradients)
-
-
-def test_rows_of_no_advantage_are_read_where_the_kl_needs_them():
-    case = replace(make_case(masked=0.0), advantages=torch.zeros(16).double())
-    loss, _, metrics, gradients = truth(case, beta=0.1)
-    output, actual = run(case, linear_grpo_loss, beta=0.1)
-    assert output.active.all() and output.loss.item() == pytest.approx(0.1 * metrics["kl"].item())
     torch.testing.assert_close(output.loss, loss)
     torch.testing.assert_close(actual, gradients)
 

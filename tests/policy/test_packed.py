@@ -97,25 +97,6 @@ def special_model(name, **how):
     return prepare(model, **how)
 
 
-@pytest.mark.parametrize("name", ["soft cap", "window"])
-@pytest.mark.parametrize("share_prompt", [True, False])
-def test_own_attention_with_a_cap_or_a_window(name, share_prompt):
-    policy = special_model(name, gradient_checkpointing=share_prompt, own_attention=True)
-    model, samples = policy.module, make_samples()
-    states = policy.completion_states(Batch.pack(samples, "cpu", share_prompt))
-    mixed = torch.randn_like(states)
-    (states * mixed).sum().backward()
-    found = gradients(model)
-    expected = []
-    for sample in samples:
-        out = model.base_model(torch.tensor([sample.prompt_ids + sample.ids]), use_cache=False).last_hidden_state[0]
-        expected.append(out[len(sample.prompt_ids) - 1 : -1])
-    torch.testing.assert_close(states, torch.cat(expected), atol=2e-5, rtol=1e-4)
-    (torch.cat(expected) * mixed).sum().backward()
-    for parameter, gradient in gradients(model).items():
-        torch.testing.assert_close(found[parameter], gradient, atol=1e-3, rtol=1e-3, msg=parameter)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name, knob", [("soft cap", "attn_logit_softcapping"), ("window", "sliding_window")])
 def test_the_models_own_attention_has_its_cap_and_its_window(name, knob):

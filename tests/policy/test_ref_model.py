@@ -10,7 +10,7 @@ from fastgrpo.policy import ref_model
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.quantized import quantize
-from fastgrpo.policy.ref_model import FrozenCopy, QuantizedCopy, Scoring, StreamedCopy, make_reference, score
+from fastgrpo.policy.ref_model import FrozenCopy, QuantizedCopy, Scoring, StreamedCopy, score
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -38,14 +38,6 @@ def quantization(request):
 
 def same(found, expected):
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_chooses_the_reference_for_the_settings():
-    policy = Policy.of(tiny.model())
-    assert make_reference(policy, 0.0) is None
-    assert type(make_reference(policy, 0.1)) is FrozenCopy
-    assert type(make_reference(policy, 0.1, device="cpu")) is StreamedCopy
-    assert type(make_reference(Policy.of(with_adapters()), 0.1)) is ref_model.AdaptersOff
 
 
 @pytest.mark.parametrize("kind", [FrozenCopy, StreamedCopy])

@@ -85,11 +85,6 @@ def test_products_of_16_bits_have_an_fp32_softmax():
     torch.testing.assert_close(lse.double(), exact_lse, atol=0.03, rtol=0.03)
 
 
-def test_auto_shares_prompts_on_a_cpu_where_many_tokens_would_be_copied():
-    chosen = [attention.choose_provider("auto", CPU, torch.float32, 64, copied) for copied in (10, 2000)]
-    assert chosen == ["sdpa", "products"]
-
-
 def test_prefers_the_fastest_provider_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     there = {"triton", "flash_attn"}

@@ -1,6 +1,5 @@
 """Inputs, truth and tolerance for the tests of the rollout's kernels, interpreted and on a GPU."""
 
-import math
 from functools import partial
 
 import torch
@@ -82,14 +81,3 @@ def random_rotation(lanes, heads, depth, normed, dtype, order=(0, 1, 2), device=
     case |= {"cos": angles.cos().to(dtype), "sin": angles.sin().to(dtype)}
     case |= {"token_index": torch.randint(6, (lanes,), device=device)}
     return case | {"norms": (randn(depth), randn(depth)) if normed else None}
-
-
-def chi_square_tail(tokens, row, temperature, filters):
-    """Return the probability of a chi-square as large as that of draws from one row [V]; none may be a cut token."""
-    kept = reference._kept(row[None], temperature, **(OFF | filters))[0]
-    probs = (row / temperature).masked_fill(~kept, -math.inf).softmax(-1)
-    counts = torch.bincount(tokens, minlength=len(row))
-    assert (counts[~kept] == 0).all()
-    expected = len(tokens) * probs
-    chi2 = ((counts - expected)[kept].square() / expected[kept]).sum()
-    return torch.special.gammaincc((kept.sum() - 1) / 2, chi2 / 2)

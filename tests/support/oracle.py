@@ -123,7 +123,9 @@ def truth_of(leaves, targets, scalar, *, temperature=1.0, softcap=None):
     return {"logps": logps.detach(), "entropy": entropy.detach(), "loss": loss.detach(), **gradients(loss, leaves)}
 
 
-def truth(case, *, rows=None, num_items_in_batch=None, weights=None, grad_output=1.0, dtype=None, **knobs):
+def truth(
+    case, *, rows=None, num_items_in_batch=None, weights=None, grad_output=1.0, dtype=None, softcap=None, **knobs
+):
     """(loss, logps [M], metrics, gradients {hidden, weight, bias}), in `dtype`, of tokens in the mask, or of `rows`."""
     objective, starts = Objective(**knobs), case.starts()
     keep = case.mask.flatten().nonzero()[:, 0] if rows is None else rows
@@ -150,7 +152,7 @@ def truth(case, *, rows=None, num_items_in_batch=None, weights=None, grad_output
         return loss if bonus is None else loss - (bonus.to(logps.dtype) * entropy).sum()  # - sum_n e_n H_n
 
     temperature = chosen.temperature
-    found = truth_of(leaves | {"hidden": flat[keep]}, chosen.targets, scalar, temperature=temperature)
+    found = truth_of(leaves | {"hidden": flat[keep]}, chosen.targets, scalar, temperature=temperature, softcap=softcap)
     hidden = torch.zeros_like(flat).index_copy_(0, keep, found["hidden"]).view_as(leaves["hidden"])
     grads = {name: grad_output * ({**found, "hidden": hidden}[name]).detach() for name in leaves}
     return found["loss"], found["logps"], policy_loss(found["logps"])[1], grads

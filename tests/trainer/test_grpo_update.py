@@ -1,6 +1,5 @@
 """No needless pass: the matrix products of an update, counted, against the list of those that it needs."""
 
-import dataclasses
 from collections import Counter
 
 import pytest
@@ -56,13 +55,6 @@ def test_a_first_update_without_kl_runs_one_forward_and_one_backward_pass():
     products = counted(model, [samples, idle])
     assert len(teaching(samples)) == len(samples) - 1
     assert products == needed(model, teaching(samples), 3)  # no old, no reference, nothing for idle groups
-
-
-def test_tokens_of_groups_without_advantage_count_in_the_normalizer():
-    samples = [dataclasses.replace(s, advantage=s.advantage * (i < 3)) for i, s in enumerate(samples_of())]
-    updated, _ = make_update(Policy(policy()))([samples[:3], samples[3:]])
-    tokens = sum(len(sample.ids) for sample in samples)
-    assert updated[0].weights.tolist() == pytest.approx([1 / tokens] * len(updated[0].weights))
 
 
 def test_checkpointing_recomputes_layers_but_not_the_head():

@@ -79,25 +79,14 @@ def test_non_finite_updates_change_no_weights_and_the_schedule_continues(bad):
 KNOBS = {"entropy_coef": 0.1, "entropy_coef_delta": 0.25, "entropy_coef_max": 0.5, "entropy_coef_min": -0.05}
 
 
-def control(**changes):
-    return AdaptiveEntropy(GRPOConfig(use_adaptive_entropy=True, entropy_target=1.0, **{**KNOBS, **changes}))
-
-
 def test_the_coefficient_stays_in_bounds_and_applies_only_at_low_entropy():
-    entropy, seen = control(), []
+    entropy, seen = AdaptiveEntropy(GRPOConfig(use_adaptive_entropy=True, entropy_target=1.0, **KNOBS)), []
     assert entropy.applied == 0.0  # nothing has been measured
-    for measured in (0.5, 1.0, 0.2, 1.5, 2.0, 1.1, 0.9):
+    for measured in (0.5, math.nan, math.inf, 1.0, 0.2, 1.5, 2.0, 1.1, 0.9):
         entropy.observe(measured)
         seen.append((round(entropy.coef, 6), round(entropy.applied, 6)))
-    # 0.1 + 0.25, + 0.25 up to the bound, + 0.25 at the bound; - 0.25 three times, down to the bound; + 0.25
-    assert seen == [(0.35, 0.35), (0.5, 0.5), (0.5, 0.5), (0.25, 0.0), (0.0, 0.0), (-0.05, 0.0), (0.2, 0.2)]
-
-
-def test_a_non_finite_entropy_changes_nothing():
-    entropy = control()
-    for measured in (0.5, math.nan, math.inf):
-        entropy.observe(measured)
-    assert (entropy.coef, entropy.applied) == (0.35, 0.35)
+    # 0.1 + 0.25, no change twice, + 0.25 up to the bound and at it; - 0.25 three times, down to the bound; + 0.25
+    assert seen == [(0.35, 0.35)] * 3 + [(0.5, 0.5), (0.5, 0.5), (0.25, 0.0), (0.0, 0.0), (-0.05, 0.0), (0.2, 0.2)]
 
 
 def test_a_run_measures_every_update(tmp_path):

@@ -12,7 +12,6 @@ import sys
 import pytest
 import tiny
 import tiny_gguf
-import torch
 from mistakes import Case, check
 from paths import ROOT
 
@@ -24,18 +23,15 @@ pytestmark = pytest.mark.usefixtures("without_curves")
 RUN = "--task dataset --dataset_name {rows} --reward_funcs own_rewards:share --device cpu --max_completion_length 2"
 LINES = {
     # command line: what the message names
-    "train --learning_rat 1": "learning_rat.*did you mean --learning_rate",
     "train --task gsm9k": "task .*'gsm9k'",
     "train --task gsm8k": "task gsm8k needs --model_name_or_path",
     "train --environment my_tools:Guess": "arithmetic makes its own data",
-    "train --config no.yaml": "no.yaml",
     f"train {RUN} --model_name_or_path {{model}} --output_dir {{rows}}/x": "output_dir",
     f"train {RUN} --model_name_or_path ./no/such": "no such model folder: ./no/such",
     "train --sweep num_generation=2,4": "--sweep: .*'num_generations'",
     f"train {RUN} --sweep model_name_or_path={{model}},/no/such": "no such model folder: /no/such",
     "evaluate": "model",
     "chat": "an argument is missing",
-    "chat {model} --top_p 2": "top_p",
     "chat {model} --prompt " + "abc" * 700: "2100 tokens",
     "doctor --model /no/such": "/no/such",
     "report .": "is not the folder of a run",
@@ -91,7 +87,6 @@ MODELS = {
     "damaged config": (written("config.json", "{oops"), "model' cannot be loaded.*damaged"),
     "null for a tokenizer": (written("tokenizer.json", "null"), "the tokenizer of .*model'"),
     "cut weights": (lambda c: os.truncate(c.model / "model.safetensors", 1000), "model' cannot be loaded"),
-    "another width": (lambda c: c.edit("config.json", intermediate_size=7), "6 weights of other shapes"),
     "vocabulary beyond the embedding": (
         lambda c: (shutil.rmtree(c.model), tiny.save(c.model, vocab_size=100)), "the tokenizer has 258 tokens",
     ),
@@ -112,15 +107,6 @@ def test_rejects_a_wrong_model(name, case, capfd):
     assert "the code of the model ran" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["evaluate", "chat", "doctor"])
-def test_other_commands_reject_a_wrong_model(command, case, capfd):
-    spoil, message = MODELS["quantized weights"]
-    spoil(case)
-    argv = {"evaluate": [str(case.model)], "chat": [str(case.model), "--prompt", "a"],
-            "doctor": ["--model", str(case.model)]}[command]  # fmt: skip
-    check(importlib.import_module(f"fastgrpo.{command}").main, argv, message, capfd)
-
-
 @pytest.mark.parametrize("value", ["kernels-community/x", {"": "any/kernel"}], ids=str)
 def test_no_field_of_a_model_makes_a_command_look_for_a_kernel(value, case, capfd):
     asked = []
@@ -139,7 +125,6 @@ def test_no_field_of_a_model_makes_a_command_look_for_a_kernel(value, case, capf
 
 ROWS = {
     # lines of train.jsonl behind a good one and an empty one: what the message names
-    '{"prompt": "b': "train.jsonl:3: invalid JSON",
     '{"question": "b"}': "train.jsonl:3: .*'prompt'",
     '{"prompt": ""}': "train.jsonl:3: the prompt '' has no tokens",
     '{"prompt": [{"role": "user", "content": "hi"}]}': "train.jsonl:3: .*chat template",
@@ -157,7 +142,6 @@ def test_rejects_a_wrong_row(row, command, case, capfd):
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device", "run/checkpoint-1/model.safetensors")
-OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 1 GiB")
 RUNS = {
     # name: (changed settings, how the case is spoilt, what the message names)
     "no data": ({"dataset_name": None}, None, "--dataset_name"),
@@ -180,9 +164,6 @@ RUNS = {
     "a full disk inside of torch": (  # which tells of an unexpected position
         {}, lambda c: c.patch("transformers.PreTrainedModel.save_pretrained", lambda *_, **__: (
             c.run / ".tmp-checkpoint-1" / "optimizer.pt").symlink_to("/dev/full")), "checkpoint-1 .*No space left",
-    ),
-    "no memory of the gpu": (
-        {}, lambda c: c.fail("fastgrpo.trainer.GRPOTrainer.step", OUT), "max_tokens_per_microbatch",
     ),
 }  # fmt: skip
 
