@@ -74,6 +74,7 @@ class _Job:
     calls: list[Given]
     seed: int
     limit: float | None
+    state: tuple
     results: list[Future]
 
     def left(self):
@@ -107,7 +108,7 @@ class Pool:
         self, name: str, calls: Sequence[Given], seed: int, limit: float | None, together: bool = False
     ) -> list[Future]:
         """Submit calls of a function; `together` runs the calls of an async function concurrently."""
-        job = _Job(self.names.index(name), together, list(calls), seed, limit, [Future() for _ in calls])
+        job = _Job(self.names.index(name), together, list(calls), seed, limit, self.state, [Future() for _ in calls])
         with self.lock:
             if not self.workers:
                 self.jobs, self.broken = queue.SimpleQueue(), None
@@ -170,8 +171,7 @@ class _Worker(threading.Thread):
         """Send a job to the process, and set its results."""
         if self.process is None or self.process.poll() is not None:
             self.open()
-        state = self.pool.state
-        new = None if state is self.state else state
+        new = None if job.state is self.state else job.state
         try:
             self.connection.send((new, job.function, job.together, job.calls, job.seed, job.limit))
         except OSError:
@@ -179,7 +179,7 @@ class _Worker(threading.Thread):
         except Exception as error:  # pickling the columns of a row may raise anything
             job.settle(Failure(None, f"{type(error).__name__}: a row cannot be sent to a process: {error}"))
             return
-        self.state, ends = state, time.monotonic() + START_LIMIT
+        self.state, ends = job.state, time.monotonic() + START_LIMIT
         while True:
             kind, call, value = self.receive(ends)
             if kind == "began":

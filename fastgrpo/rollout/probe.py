@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fastgrpo.data.records import Batch, Sample
+from fastgrpo.data.records import Sample
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, score
 from fastgrpo.ranks import ALONE, Ranks
@@ -21,7 +21,7 @@ TOKENS = 48
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 CLEAR = 4.0  # a smaller difference counts too if it exceeds the first one by this factor, and ...
 PART = 0.1  # ... this share of what the update changed
-ENOUGH = 256  # the mean difference of fewer drawn tokens in 16 bits says little
+ENOUGH = 256  # in 16 bits, the mean difference of fewer drawn tokens may exceed the tolerance, as that of a sample
 SHOWS = 0.01  # an update changes some bits of a sampler if it changes the policy by this share of the first difference
 
 
@@ -97,22 +97,19 @@ def _mean(one, other):
 
 
 class DrawCheck:
-    """Compares the log-probs of drawn tokens in the first update of a rollout, which must not change the policy before.
+    """Compares the log-probs of drawn tokens with those under the policy before the first update of a rollout.
 
     Args:
         dtype: The dtype of the policy, which determines the largest mean difference.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.allowed, self.fewest = TOLERANCE[dtype], 0 if dtype.itemsize == 4 else ENOUGH
-        self.sums = None
+        self.tolerance, self.enough, self.sums = TOLERANCE[dtype], 1 if dtype.itemsize == 4 else ENOUGH, None
 
-    def add(self, logps: torch.Tensor, batch: Batch, active: torch.Tensor) -> None:
-        """Add the tokens of a micro-batch, with their log-probs under the policy before the update."""
-        before = logps.detach() if batch.old_logps is None else batch.old_logps
-        drawn = batch.rollout_logps
+    def add(self, before: torch.Tensor, drawn: torch.Tensor, active: torch.Tensor | None = None) -> None:
+        """Add the active tokens of some samples, with their log-probs under the policy and at the draw."""
         values = torch.stack([(before - drawn).abs(), drawn, before, torch.ones_like(before)])
-        sums = torch.where(active, values, 0.0).double().sum(1)
+        sums = (values if active is None else torch.where(active, values, 0.0)).double().sum(1)
         self.sums = sums if self.sums is None else self.sums + sums
 
     def veto(self, loss: torch.Tensor) -> torch.Tensor:
@@ -122,20 +119,25 @@ class DrawCheck:
         """
         if self.sums is None:
             return loss
-        gap, _, _, tokens = self.sums
-        return torch.where((gap > self.allowed * tokens) & (tokens >= self.fewest), math.nan, loss)
+        (gap, *_), allowed = self._means()
+        return torch.where(gap > allowed, math.nan, loss)
+
+    def _means(self):
+        """Return the mean difference and log-probs, and the largest mean difference of so many tokens."""
+        tokens = self.sums[3].clamp(min=1)
+        return self.sums[:3] / tokens, self.tolerance * (self.enough / tokens).sqrt().clamp(min=1)
 
     def end(self, ranks: Ranks = ALONE) -> None:
         """Raise a ValueError if this rank or another one skipped the update."""
         mine = None
         if self.sums is not None:
-            (*means,), tokens = (self.sums[:3] / self.sums[3].clamp(min=1)).tolist(), int(self.sums[3])
-            mine = means if means[0] > self.allowed and tokens >= self.fewest else None
-        for found in filter(None, ranks.gather(mine, "the difference of log-probs")):
-            gap, drawn, before = found
+            means, allowed = self._means()
+            mine = [*means.tolist(), allowed.item()]
+            mine = mine if mine[0] > mine[3] else None
+        for gap, drawn, before, allowed in filter(None, ranks.gather(mine, "the difference of log-probs")):
             raise ValueError(
                 "the sampler does not have the policy's weights: its log-probs of the drawn tokens differ by "
-                f"{gap:.3g} nats on average, and at most {self.allowed:g} is allowed. The mean log-prob is {drawn:.6f} "
+                f"{gap:.3g} nats on average, and at most {allowed:g} is allowed. The mean log-prob is {drawn:.6f} "
                 f"at the draw, and {before:.6f} in the update, which was skipped. Try another rollout_backend, and "
                 "report this as a bug"
             )

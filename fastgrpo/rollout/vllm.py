@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 VERSION = "0.32."  # the supported vLLM; requests and replies differ in others
 GENERATE, SCORE = "/inference/v1/generate", "/v1/completions"
-TOKENS = "vllm:generation_tokens_total"  # the metric that counts the tokens that a server has generated
+TOKENS = "vllm:prompt_tokens_total", "vllm:generation_tokens_total"  # metrics of a server's progress
 PATIENCE = 10.0  # seconds without a reply before a server must answer that it is alive, within as many
 LONGEST = 1800.0  # seconds that a reply without completions may take, such as that of a load of weights
 AGAIN = 0.5  # seconds between two tries of a server that failed
@@ -477,11 +477,17 @@ class VLLMBackend(RolloutBackend):
     @contextmanager
     def _no_revival(self) -> Iterator[None]:
         """Wait until no server is being revived, and let none be revived for a while."""
-        self._wait(self.renewing.acquire())
+        lock, held = self.renewing, []  # whether it is held, also if this thread is interrupted while it waits
+
+        async def hold():
+            await lock.acquire()
+            held.append(True)
+
         try:
+            self._wait(hold())
             yield
         finally:
-            self.loop.call_soon_threadsafe(self.renewing.release)
+            self.loop.call_soon_threadsafe(lambda: held and lock.release())
 
     def _publish(self, changed):
         """Write the weights, if they have changed, and let the servers load them."""

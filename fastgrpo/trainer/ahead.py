@@ -13,6 +13,7 @@ finished, and a resumed run draws the others again: each row is trained on as of
 
 import json
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +100,8 @@ class Ahead:
             batch.drawing.abort()
         self.batches.clear()
         if self.engine is not None:  # supervised training without rewards
-            self.engine.end_sync()
+            with suppress(ValueError):  # it is logged, and no step has trained on completions of these weights
+                self.engine.end_sync()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the batches."""

@@ -167,7 +167,9 @@ class Collector:
         mine = [i for i in range(taken) if (i + batch) % self.ranks.size == self.ranks.rank]
         judging = Judging(self.rewards, prompts, self.prompts.tokenizer, state, self.ranks, step)
         drawn = Batch(step, place, rows, judging)
-        known = saved is not None and saved["digest"] == digest_of_rows(rows)  # the completions are those of these rows
+        known = saved is not None and saved.get("digest") == digest_of_rows(
+            rows
+        )  # the completions are those of these rows
         for i, samples in (saved["finished"] if known else {}).items():
             drawn.restored[i] = [Sample(prompt_ids=prompts[i].ids, **values) for values in samples]
             judging.add(i, drawn.restored[i])

@@ -91,7 +91,9 @@ class Learner:
                     self.after_backward()
                 total = loss.detach() if total is None else total + loss.detach()
             if samples:
-                total = self.optimizer.reduce(self.ranks, veto(total) if veto and total is not None else total)
+                if veto is not None:
+                    total = veto(torch.zeros((), device=self.policy.device) if total is None else total)
+                total = self.optimizer.reduce(self.ranks, total)
             with self.timer.stage("optimizer"):
                 norm = self.optimizer.step(self.max_grad_norm, total)
             if self.after_update is not None:
@@ -382,9 +384,8 @@ class GRPOUpdate:
             for i, weights in zip(minibatch, weighted, strict=True):
                 samples[i] = samples[i].replace(weights=weights)
         kept = [[i for i in minibatch if self.teaches(samples[i])] for minibatch in minibatches]
-        metrics = self._score(samples, kept)
         meter, norms, check = Meter(), [], DrawCheck(self.policy.dtype) if self.checks_draws else None
-        first = next((i for i, minibatch in enumerate(kept) if minibatch), 0)  # the first to change the weights
+        metrics = self._score(samples, kept, check)
         for _ in range(self.num_iterations):
             for whole, minibatch in zip(minibatches, kept, strict=True):
                 logps = {}  # by the index of the sample in the minibatch
@@ -397,14 +398,13 @@ class GRPOUpdate:
                     self.objective = dataclasses.replace(self.objective, entropy_coef=self.entropy.applied)
 
                 parts = [samples[i] for i in minibatch]
-                checked = check if len(norms) == first else None  # a veto holds for all updates
 
-                def loss(indices, batch, logps=logps, parts=parts, checked=checked):
+                def loss(indices, batch, logps=logps, parts=parts):
                     share = _share(parts, indices)
                     out = self.loss(batch, step_tokens, with_entropy or self.entropy is not None, share)
                     meter.add(out, batch, update=len(norms))
-                    if checked is not None and batch.rollout_logps is not None:
-                        checked.add(out.logps, batch, out.active)
+                    if check is not None and batch.old_logps is None:
+                        check.add(out.logps.detach(), batch.rollout_logps, out.active)
                     logps.update(zip(indices, out.logps.split(batch.cu_seqlens.diff().tolist()), strict=True))
                     return out.loss
 
@@ -466,7 +466,7 @@ class GRPOUpdate:
         regularized = regularized or self.router_aux_loss_coef != 0
         return not sample.masked and (regularized or sample.informative)
 
-    def _score(self, samples, kept, held_out=False):
+    def _score(self, samples, kept, check=None, held_out=False):
         """Compute reference log-probs of the kept samples, and old log-probs of all minibatches but the first.
 
         The first minibatch is on-policy: its ratio is 1, and its loss returns the log-probs. The KL of the full
@@ -493,6 +493,9 @@ class GRPOUpdate:
             with self.learner.timer.stage("forward"), self.ranks.waiting("the log-probs of the old policy"):
                 self.dealer.meet("the passes")
                 scored = score(self.policy, [samples[i] for i in mine], self.scoring, passes)
+            if check is not None and mine:
+                before = torch.cat(scored)
+                check.add(before, torch.cat([samples[i].logps for i in mine]).to(before.device))
             for i, logps in zip(mine, scored, strict=True):
                 samples[i] = samples[i].replace(old_logps=logps)
         return metrics

@@ -151,6 +151,11 @@ def test_results_depend_neither_on_the_number_of_workers_nor_on_the_order_of_fin
     assert len(noise[0]) == 12 and not noise[0] & noise[1] and not noise[0] & noise[2]
     assert [c.rewards["length"] + 1 for c in first] == [c.rewards["length"] for c in later]  # which reads the step
     assert all(3 <= c.rewards["noise_of_a_group"] < 4 for c in first)  # a group in one call
+    with Rewards(functions, workers=1) as rewards:  # the calls of two steps wait for one process
+        both = [Judging(rewards, prompts, tiny.tokenizer(), TrainerState(0, 9, 0.5, 16), step=step) for step in (3, 5)]
+        [judging.add(0, groups[0]) for judging in both]
+        lengths = [[c.rewards["length"] for c in judging.result().completions] for judging in both]
+    assert [length + 2 for length in lengths[0]] == lengths[1]
 
 
 def test_what_cannot_be_sent_is_refused_by_its_name():
