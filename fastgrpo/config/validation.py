@@ -163,9 +163,7 @@ def _adapters_are_their_own_reference(use_peft, ref_storage, sync_ref_model):
         )
 
 
-def _four_bits_are_frozen_and_whole(load_in_4bit, use_peft, parallel):
-    if load_in_4bit and not use_peft:
-        raise ValueError("load_in_4bit freezes the weights, and only adapters can be trained; pass --use_peft True")
+def _four_bits_are_whole(load_in_4bit, parallel):
     if load_in_4bit and parallel.startswith("fsdp2"):
         raise ValueError(f"load_in_4bit cannot be combined with parallel={parallel}; use ddp, or leave out one of them")
 
@@ -295,7 +293,7 @@ RULES = (
     _old_weights_are_corrected,
     _punishment_fits,
     _adapters_are_their_own_reference,
-    _four_bits_are_frozen_and_whole,
+    _four_bits_are_whole,
     _offloaded_layers_are_recomputed,
     _a_quantized_reference_rests,
     _each_reward_is_scaled_by_its_group,

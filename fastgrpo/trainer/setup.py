@@ -82,6 +82,8 @@ def with_adapters(model: Any, peft_config: Any, args: TrainingConfig) -> tuple[A
     if wrapped and peft_config is not None:
         raise ValueError("model is a PeftModel and peft_config is set; pass model.merge_and_unload() with peft_config")
     if not wrapped and peft_config is None:
+        if args.load_in_4bit and not args.use_peft:
+            raise ValueError("load_in_4bit freezes the weights, and only adapters can be trained; pass --use_peft True")
         return model, args, None
     if args.use_peft and not wrapped:
         raise ValueError("peft_config and use_peft both add adapters; pass only one of them")

@@ -3,6 +3,7 @@
 import pytest
 import tiny
 import torch
+from peft import LoraConfig
 from runs import lines, make_trainer
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PhimoeConfig, PhimoeForCausalLM
 
@@ -36,9 +37,12 @@ def test_a_product_is_that_of_the_dequantized_weight_and_keeps_none_for_its_grad
 
 def test_adapters_learn_on_weights_that_stay_and_every_file_gives_the_trained_policy(tmp_path, monkeypatch):
     path, run = str(tiny.save(tmp_path / "model", hidden_size=64)), tmp_path / "run"
+    with pytest.raises(ValueError, match=r"load_in_4bit .* --use_peft"):
+        make_trainer(tmp_path, len, model=path, load_in_4bit=True)
+    adapters = LoraConfig(r=4, target_modules="all-linear")
     trainer = make_trainer(
         tmp_path, lambda completions, **_: [len(set(text)) for text in completions], model=path, learning_rate=2e-2,
-        beta=0.1, max_completion_length=20, gradient_checkpointing=True, load_in_4bit=True, use_peft=True,
+        beta=0.1, max_completion_length=20, gradient_checkpointing=True, load_in_4bit=True, peft_config=adapters,
     )  # fmt: skip
     planned = next(part.bytes for part in trainer.plan.parts if part.name == "policy")
     assert planned == sum(parameter.nbytes for parameter in trainer.policy.parameters())
