@@ -55,7 +55,7 @@ def acting(step, act):
     return acts
 
 
-CLOCK = ("tokens/s", "rollout/tokens/s", "rollout/share", "sampler/idle_s", "mfu")  # with time/..., eval/time and step_time
+CLOCK = ("tokens/s", "rollout/tokens/s", "rollout/share", "sampler/idle_s", "mfu")  # and time/..., eval/time, step_time
 
 
 def untimed(run):
