@@ -136,7 +136,7 @@ class Runner:
             tests = [path.read_text() for path in (ROOT / "tests" / "integrations").glob("test_*.py")]
             assert any(rest[0].rpartition("/")[2] in text for text in tests), f"no test runs {rest[0]}"
         elif program == "make":
-            targets = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            targets = re.findall(r"^([\w ./-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
             assert rest[0] in " ".join(targets).split(), f"there is no target {rest[0]}"
         elif program == "pip" and (extras := re.search(r"(?:^| )(?:\.|fastgrpo)\[([\w,]+)\]$", " ".join(rest))):
             known = re.findall(r'^        "(\w+)": \[', (ROOT / "setup.py").read_text(), re.MULTILINE)
