@@ -162,7 +162,7 @@ def memory(argv: list[str], room: float | None = None, ranks: int = 1) -> str:
     if room is None:
         room = memory_left(device) if device.type == "cuda" else math.inf
     judges = judges_to_come(config, device)
-    sizes = {"room": room, "ranks": ranks, "judges": judges, "releases": not judges and can_release(config, device)}
+    sizes = {"room": room, "ranks": ranks, "judges": judges, "releases": can_release(config, device)}
     planned = plan(config, model, dtype=dtype, device=device, **sizes)
     each = f" on each of {ranks} devices" if ranks > 1 else ""
     rows = table(planned.rows())

@@ -393,7 +393,7 @@ class Judging:
     """Judges groups of completions as they finish, if other processes can, and gathers those of all ranks.
 
     A reward function in this process gets the completions of its own rank in one call. One in another process may be
-    called before the step that trains on them: `step` is the `global_step` that it gets, if not that of the state.
+    called steps before the completions are trained on. Its `global_step` is `step`, or None for that of the state.
     """
 
     def __init__(

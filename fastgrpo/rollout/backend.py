@@ -179,7 +179,7 @@ class RolloutBackend(ABC):
     def sync(self, ranks: Ranks = ALONE, step: int | None = None) -> None:  # noqa: B027
         """Give the policy's weights to samplers that have their own. All ranks call this before each rollout.
 
-        `step` is the number of steps that the weights have been trained; None keeps that of the last call.
+        `step` counts the training steps of these weights. None keeps the value of the last call.
         """
 
     def end_sync(self) -> None:  # noqa: B027

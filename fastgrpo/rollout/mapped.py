@@ -86,7 +86,7 @@ class Range:
         )
         try:
             create()
-        except torch.OutOfMemoryError:  # torch keeps freed memory, such as that of an update
+        except torch.OutOfMemoryError:  # torch's cache may hold memory that an update has freed
             torch.cuda.empty_cache()
             create()
         _call("cuMemMap", self.address.value, self.size, 0, handle.value, 0)

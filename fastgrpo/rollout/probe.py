@@ -21,7 +21,7 @@ TOKENS = 48
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 CLEAR = 4.0  # a smaller difference counts too if it exceeds the first one by this factor, and ...
 PART = 0.1  # ... this share of what the update changed
-ENOUGH = 256  # in 16 bits, the mean difference of fewer drawn tokens may exceed the tolerance, as that of a sample
+ENOUGH = 256  # in 16 bits, with fewer drawn tokens the tolerance grows as 1/sqrt(tokens), like the error of a mean
 SHOWS = 0.01  # an update changes some bits of a sampler if it changes the policy by this share of the first difference
 
 

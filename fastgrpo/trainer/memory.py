@@ -304,7 +304,8 @@ class _Planner:
             copied, width = copied_tokens(self.requests, most), head_dim(model.config.get_text_config())
             # The hf backend copies the prompt for each completion, like sdpa.
             self.flat = hf or choose_provider("auto", device, dtype, width, copied) == "sdpa"
-        self.releases = releases and bool(self.requests)
+        # The memory that reward models need to score completions is not planned.
+        self.releases = releases and bool(self.requests) and not judges
         self.merged = self._merged_bytes()
 
     def plan(self) -> MemoryPlan:
@@ -674,8 +675,7 @@ def plan_run(
         room = memory_left(here) + sum(p.nbytes for p in parameters if p.device == here)
     if rewards is not None and same_device(rewards.device(device, config.reward_device), device):
         judges = sum(model.bytes_to_come(device) for model in rewards.models)
-    releases = not judges and can_release(config, device)  # the memory of scoring by reward models is not planned
-    told = ranks.gather((room, releases), "the free memory of each device")
+    told = ranks.gather((room, can_release(config, device)), "the free memory of each device")
     room, releases = min(room for room, _ in told), all(releases for _, releases in told)
     outlined = outline(model, config.trust_remote_code, download=True) if isinstance(model, (str, Path)) else model
     if unplannable(outlined):
