@@ -160,10 +160,12 @@ class Provider(ABC):
     Attributes:
         flat: Whether it needs flat slots, which hold a copy of the prompt before each completion.
         memory_order: Its fastest memory order of the dimensions [slot, head, token].
+        exact: Whether steps so far read no key behind the length of a lane. Only then may lanes grow.
     """
 
     flat: bool
     memory_order: tuple[int, int, int]
+    exact = False
 
     @abstractmethod
     def begin(self, slots: Slots, token_index: torch.Tensor, bounds: tuple[int, int] | None) -> None:
@@ -292,11 +294,13 @@ class GroupDecode(Provider):
 
     def begin(self, slots: Slots, token_index: torch.Tensor, bounds: tuple[int, int] | None) -> None:
         self.members, self.lengths = slots.members, (token_index + 1).to(torch.int32)
+        self.grows = slots.geometry.pages > 0
         self.prompt_lengths = slots.prompt_lengths[: len(self.members)]
         self.to_begin = slots, token_index, bounds
 
     def attend(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
-        if self._trusted(query, cache, scale):
+        self.exact = self._trusted(query, cache, scale)
+        if self.exact:
             return self._fused(query, cache, scale)
         if self.to_begin is not None:  # once a step
             self.plain.begin(*self.to_begin)
@@ -309,6 +313,8 @@ class GroupDecode(Provider):
         variant = {"dtype": query.dtype, "heads": query.shape[1], "width": query.shape[2],
                    "key heads": cache.keys.shape[1], "lanes of a prompt": self.members.shape[1]}  # fmt: skip
         remedy = "Use attention='auto' to continue without it." if self.asked else None
+        if self.grows:
+            remedy = "Use --rollout_backend eager: lanes that grow need this kernel."
         return trusted("group_decode", query.device, variant, lambda: self._difference(query, cache, scale), remedy)
 
     def _fused(self, query, cache, scale):

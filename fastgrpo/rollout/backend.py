@@ -54,6 +54,7 @@ class RolloutBackend(ABC):
     """
 
     MOST = MOST_LANES
+    beside = 0  # GPU memory that is in use and torch does not count, in bytes
 
     def __init__(self, model: Policy | PreTrainedModel, max_num_seqs: int | None = None):
         if max_num_seqs is not None and max_num_seqs < 1:
@@ -64,6 +65,7 @@ class RolloutBackend(ABC):
         self.waiting = deque()
         self.next_id = 0
         self.live_lanes = []  # number of completions in flight at each step since the backend was last idle
+        self.preemptions = 0  # number of groups that were restarted since then
         self.after_step = None  # called after each step of `run`
         self.peak = 0  # GPU memory that was in use before the last `sleep`, in bytes; 0 if torch counts all of it
 
@@ -126,7 +128,7 @@ class RolloutBackend(ABC):
         request = Request(request_id, ids, limits, sampling, key, dialogues)
         self._check(request, n)
         if not self.unfinished:
-            self.live_lanes = []
+            self.live_lanes, self.preemptions = [], 0
         self.next_id = max(self.next_id, request_id + 1)
         self.unfinished[request_id] = request
         self.waiting.append(request)

@@ -5,6 +5,9 @@ update. No request may be in flight during an optimizer step, so keys and values
 is computed once for its group. When a completion finishes, a waiting group takes over its lane. If no group waits, the
 last lanes move into the gaps.
 
+Where memory for the maximum length of all lanes is scarce, lanes grow (slots.py). If no page is left, the group with
+the fewest tokens is preempted: it starts again later, and draws the same tokens (recomputation, as in vLLM).
+
 On a GPU a decode step is one CUDA graph, and the host polls for finished lanes every POLL_STEPS steps. It queues the
 next steps before it reads the flags of the last ones, so the GPU decodes while the host copies completions and turns
 them into text.
@@ -17,13 +20,16 @@ Shapes: B prompts, G completions each, R lanes of which n are in use, S lanes of
 completion, V vocabulary.
 """
 
+import logging
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -40,11 +46,12 @@ from fastgrpo.rollout.attention import (
 )
 from fastgrpo.rollout.backend import Request, RolloutBackend
 from fastgrpo.rollout.graph import Graphs, recordable
-from fastgrpo.rollout.mapped import Mapped
+from fastgrpo.rollout.mapped import Mapped, works
 from fastgrpo.rollout.sampling import sample, sample_penalized, uniforms
-from fastgrpo.rollout.slots import Slots, bucket, copied_tokens, fit, kv_token_bytes, memory_left, settled
+from fastgrpo.rollout.slots import Slots, bucket, copied_tokens, fit, growing, kv_token_bytes, memory_left, settled
 from fastgrpo.rollout.weights import HeldWeights
 
+logger = logging.getLogger(__name__)
 COMPACT_BELOW = 0.9  # gaps are closed if a smaller share of the lanes is in use: a copy costs less than idle lanes
 ADMIT_FROM = 0.25  # waiting groups start when this share of the lanes is free: a prefill costs several decode steps
 PREFILL_TOKENS = 16384  # tokens of prompts or answers in one forward pass
@@ -212,6 +219,11 @@ class Lanes:
             if tensor is not None:
                 tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
+    def stop(self, lanes: torch.Tensor) -> None:
+        """Free lanes. A decode step then computes only their first token."""
+        self.finished.index_fill_(0, lanes, True)
+        self.length.index_fill_(0, lanes, 1)
+
     def snapshot(self) -> None:
         """Queue a copy of the finished flags to the host. `take` reads the lanes as they are here."""
         self.flags = torch.empty(self.finished.shape, dtype=torch.bool, pin_memory=self.copies is not None)
@@ -304,6 +316,9 @@ class RolloutEngine(RolloutBackend):
         self.geometry = self.slots = self.lanes = self.provider = None
         self.stops = {}  # stop ids on the device; graphs read them
         self.mapped = Mapped(self.policy.device) if enable_sleep_mode and self.graphs.enabled else None
+        # Whether lanes may grow, and what allocates them. A server streams completions, which cannot start again.
+        self.grows, self.growth = self.graphs.enabled and not continuous, self.mapped
+        self.drawn = defaultdict(lambda: np.zeros(3))  # by group size: sum of the completions' length^0, ^1 and ^2
         self.weights = HeldWeights(self.policy, self.graphs, self._memory_left, self.mapped)
         self.steps = 0  # decode steps so far
 
@@ -333,7 +348,8 @@ class RolloutEngine(RolloutBackend):
         done = stopped[0].group.done
         self.lanes.snapshot()
         taken = self.lanes.take(lanes)  # counts the tokens, and checks that their log-probs are finite
-        self.lanes.finished[self._tensor(lanes)] = True
+        self.lanes.stop(self._tensor(lanes))
+        self._count(len(ids) for ids, *_ in taken)
         for running in stopped:
             if running.dialogue:
                 running.dialogue.close(StopReason.ABORTED)
@@ -392,7 +408,16 @@ class RolloutEngine(RolloutBackend):
 
     def _free_slots(self):
         self.graphs.clear()
-        self.geometry = self.slots = self.lanes = None
+        self.geometry = self.slots = self.lanes = self.provider = None  # the provider refers to the slots
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics since the engine was last idle, and `rollout/preemptions` if lanes may grow."""
+        return super().metrics() | ({"rollout/preemptions": self.preemptions} if self.grows else {})
+
+    @property
+    def beside(self) -> int:
+        """GPU memory that is in use and torch does not count, in bytes."""
+        return self.growth.bytes if self.growth else 0
 
     def sleep(self) -> None:
         """Release the memory of keys and values, and of copies of weights, until the next request.
@@ -433,6 +458,8 @@ class RolloutEngine(RolloutBackend):
             outputs |= self._resume()
         live = self._live()
         if live:
+            if self.geometry.pages:
+                live = self._hold(live)
             if live[-1] + 1 != self.arranged:
                 self._arrange()
             if self.on_gpu:  # before the next steps, which the GPU computes while the host handles the last ones
@@ -494,6 +521,8 @@ class RolloutEngine(RolloutBackend):
         """Prepare for the waiting requests. No request is in flight."""
         if self.mapped is not None and self.mapped.restore() and self.slots is not None:
             self.slots.zero()
+            if self.geometry.pages:  # lanes that grow have lost all pages but the first
+                self.lanes.stop(self.lanes.index)
         self.weights.hold(math.inf if self.continuous else max(max(request.limits) for request in self.waiting))
         if self.lanes and self.lanes.spoilt:
             self.slots.zero()
@@ -518,9 +547,12 @@ class RolloutEngine(RolloutBackend):
         taken = {running.group.slot for running in self.running if running}
         slots = [i for i in range(self.geometry.prompts) if i not in taken]
         groups, tokens, room = [], 0, self.max_num_seqs - len(self._live())
+        if self.geometry.pages:
+            room = min(room, self._growing_room())
         while self.waiting and slots and min(len(free), room) >= len(self.waiting[0].limits):
             request = self.waiting[0]
-            if not self.geometry.holds(len(request.prompt_ids), request.limits):
+            tools = self.geometry.pages and request.dialogues
+            if tools or not self.geometry.holds(len(request.prompt_ids), request.limits):
                 break  # it waits until no lane is in use and the slots can be reallocated
             if groups and tokens + len(request.prompt_ids) > PREFILL_TOKENS:
                 self._start(groups)
@@ -557,12 +589,87 @@ class RolloutEngine(RolloutBackend):
         except ValueError:  # longest prompt and largest group may belong to different requests: fit the first only
             new, requests = fit(requests[:1], *limits), requests[:1]
         new = settled(self.phases, new, requests, *limits[1:3])
+        if not waits:
+            new = self._growing(new, requests, *limits[:3])
         if new == self.geometry:
             return
         self._free_slots()  # before the new ones are made
         self.geometry, self.provider = new, provider
-        self.slots = Slots(new, policy.device, provider.memory_order, self.mapped)
+        allocator = self.growth if new.pages else self.mapped
+        self.slots = Slots(new, policy.device, provider.memory_order, allocator, limits[1])
         self.lanes = Lanes(new.lanes, new.capacity, policy.device)
+
+    def _growing(self, new, requests, most, token_bytes, budget):
+        """Return a geometry with more lanes, which grow, instead of `new`, if the lengths drawn so far allow it."""
+        count, total, squares = self.drawn[new.group]
+        self.drawn[new.group] /= 2  # forgets old rollouts
+        small = new.capacity * token_bytes < 2**31 * self.policy.dtype.itemsize  # see `group_decode`
+        exact = self.provider is not None and self.provider.exact
+        if not (self.grows and count and small and exact and works(self.policy.device)):
+            return new
+        if self.growth is None:
+            self.growth = Mapped(self.policy.device)
+        # Completions that start together hold at most their mean length on average: t P(L > t) <= E[L] (Markov). In
+        # lanes that are taken over again and again, they hold E[L^2] / (2 E[L]).
+        held = max(total / count, squares / (2 * total))
+        grown = growing(new, self.geometry, requests, most, token_bytes, budget, held, self.growth.page)
+        if grown.pages and grown != self.geometry:
+            logger.info("%d lanes grow in %d pages; %d would fit at full length", grown.lanes, grown.pages, new.lanes)
+        return grown
+
+    def _count(self, lengths):
+        """Note the lengths of completions."""
+        self.drawn[self.geometry.group] += sum(np.array([1, length, length**2]) for length in lengths)
+
+    def _growing_room(self):
+        """Return how many completions may start, if each has at least its share of the pages."""
+        geometry, share = self.geometry, self.geometry.pages // self.geometry.lanes
+        taken = [max(share, len(self.slots.pages.held[lane])) for lane, each in enumerate(self.running) if each]
+        return (geometry.pages - sum(taken) - (geometry.lanes - len(taken))) // (share - 1)
+
+    def _hold(self, live):
+        """Map memory for the next steps of live lanes. Preempt groups if it does not suffice. Return live lanes."""
+        steps = POLL_STEPS if self.on_gpu else 1
+        while not self._grow({lane: self._tokens(self.running[lane], steps) for lane in live}):
+            self._preempt()
+            live = self._live()
+        return live
+
+    def _tokens(self, running, steps=0):
+        """Return the maximum number of tokens of a completion after further steps."""
+        return min(running.limit, running.length(self.steps) + steps)
+
+    def _grow(self, tokens):
+        """Map memory for the first tokens of lanes, if need be that of free lanes. Return whether it sufficed."""
+        pages, idle = self.slots.pages, []
+        counts = {lane: -(-count * self.slots.token_bytes // pages.page) for lane, count in tokens.items()}
+        missing = sum(max(0, count - len(pages.held[lane])) for lane, count in counts.items())
+        if missing > pages.free:
+            used = {lane for lane, running in enumerate(self.running) if running} | counts.keys()
+            idle = [lane for lane, held in enumerate(pages.held) if len(held) > 1 and lane not in used]
+            if missing > pages.free + sum(len(pages.held[lane]) - 1 for lane in idle):
+                return False
+            self.lanes.stop(self._tensor(idle))
+            torch.cuda.synchronize(self.policy.device)
+        with torch.cuda.device(self.policy.device):
+            for lane in idle:
+                pages.resize(lane, 1)
+            for lane, count in counts.items():
+                pages.resize(lane, max(count, len(pages.held[lane])))
+        return True
+
+    def _preempt(self):
+        """Stop the group that holds the fewest tokens. It waits before all others."""
+        held = Counter()
+        for running in filter(None, self.running):
+            held[running.group] += running.length(self.steps)
+        assert len(held) > 1, "one group fits at full length"
+        group = min(held, key=held.get)
+        lanes = [lane for lane, running in enumerate(self.running) if running and running.group is group]
+        self.lanes.stop(self._tensor(lanes))
+        self._leave(lanes)
+        self.waiting.appendleft(group.request)
+        self.preemptions += 1
 
     def _later(self, requests):
         """Return requests for which lanes are kept, twice as long so that the slots grow rarely."""
@@ -691,6 +798,7 @@ class RolloutEngine(RolloutBackend):
         outputs, taken = {}, {lane: self.running[lane].taken for lane in ended}
         if drawing := [lane for lane in ended if taken[lane] is None]:
             taken |= zip(drawing, self.lanes.take(drawing), strict=True)
+        self._count(len(ids) for ids, *_ in taken.values())
         for lane, (ids, logps, kept) in taken.items():
             running = self.running[lane]
             group, request, mask = running.group, running.group.request, None
@@ -742,8 +850,16 @@ class RolloutEngine(RolloutBackend):
         moved, flat = [self.running[source] for source, _ in moves], self.geometry.flat
         tokens = max(each.length(self.steps) + flat * len(each.group.request.prompt_ids) for each in moved)
         index = self._tensor(moves).T
-        self.slots.move(*index, tokens)
+        if self.geometry.pages:
+            counts = [self._tokens(each) for each in moved]
+            if not self._grow(dict(zip(targets, counts, strict=True))):
+                return
+            self.slots.copy(moves, counts)
+        else:
+            self.slots.move(*index, tokens)
         self.lanes.move(*index)
+        if self.geometry.pages:
+            self.lanes.stop(index[0])
         for source, _ in moves:
             self.running[source] = None
         for (_, target), running in zip(moves, moved, strict=True):

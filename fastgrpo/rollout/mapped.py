@@ -1,7 +1,8 @@
-"""GPU memory that is released and later mapped again at the same addresses, so that CUDA graphs stay valid.
+"""GPU memory that is mapped at fixed addresses, so that CUDA graphs stay valid.
 
 The CUDA driver separates addresses from memory: a tensor keeps its range of addresses, while `Mapped.release` and
 `Mapped.restore` change the memory behind it, as in vLLM's sleep mode. In between, nothing may read or write the tensor.
+In a tensor of `Mapped.pages`, memory is mapped page by page as needed, as in vAttention (arXiv 2405.04437).
 
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#virtual-memory-management
 """
@@ -61,13 +62,15 @@ def _call(name, *arguments):
 
 
 class Range:
-    """A range of addresses with memory. A tensor in it keeps it alive."""
+    """A range of addresses. A tensor in it keeps it alive.
 
-    def __init__(self, count: int, index: int) -> None:
-        self.properties, self.handle = Properties(PINNED, 0, Location(ON_DEVICE, index), None, 0), None
-        unit, self.address = ctypes.c_size_t(), ctypes.c_uint64()
-        _call("cuMemGetAllocationGranularity", ctypes.byref(unit), ctypes.byref(self.properties), 0)
-        self.size = -(-count // unit.value) * unit.value
+    It has parts of `size` bytes each. Each part has memory for its first bytes, one page or more; all, `most` pages.
+    """
+
+    def __init__(self, properties: Properties, page: int, size: int, parts: int = 1, most: int = 1) -> None:
+        self.properties, self.page, self.part_size, self.most = properties, page, size, most
+        self.size, self.address, self.spare = parts * size, ctypes.c_uint64(), []
+        self.held = [[] for _ in range(parts)]  # the handles of the pages of each part, in the order of addresses
         _call("cuMemAddressReserve", ctypes.byref(self.address), self.size, 0, 0, 0)
         self.map()
 
@@ -76,30 +79,52 @@ class Range:
         address = self.address.value, False  # not read-only
         return {"shape": (self.size,), "typestr": "|u1", "data": address, "strides": None, "version": 3}
 
+    @property
+    def free(self) -> int:
+        """Number of pages that no part has."""
+        return self.most - sum(map(len, self.held))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its memory."""
+        return self.page * (len(self.spare) + sum(map(len, self.held)))
+
     def map(self) -> None:
-        """Map new memory, whose contents are undefined, unless some is mapped."""
-        if self.handle is not None:
-            return
+        """Give each part one page of new memory, whose contents are undefined."""
+        for part in range(len(self.held)):
+            self.resize(part, 1)
+
+    def resize(self, part: int, count: int) -> None:
+        """Change the number of pages of a part. If it loses some, the device must have finished its work."""
+        held, start = self.held[part], self.address.value + part * self.part_size
+        while len(held) > count:
+            _call("cuMemUnmap", start + (len(held) - 1) * self.page, self.page)
+            self.spare.append(held.pop())
+        first = len(held)
+        while len(held) < count:
+            handle = self.spare.pop() if self.spare else self._create()
+            _call("cuMemMap", start + len(held) * self.page, self.page, 0, handle, 0)
+            held.append(handle)
+        if count > first:
+            access = Access(self.properties.location, READ_WRITE)
+            _call("cuMemSetAccess", start + first * self.page, (count - first) * self.page, ctypes.byref(access), 1)
+
+    def _create(self):
         handle = ctypes.c_uint64()
-        create = functools.partial(
-            _call, "cuMemCreate", ctypes.byref(handle), self.size, ctypes.byref(self.properties), 0
-        )
+        given = ctypes.byref(handle), self.page, ctypes.byref(self.properties), 0
         try:
-            create()
+            _call("cuMemCreate", *given)
         except torch.OutOfMemoryError:  # torch's cache may hold memory that an update has freed
             torch.cuda.empty_cache()
-            create()
-        _call("cuMemMap", self.address.value, self.size, 0, handle.value, 0)
-        self.handle = handle.value
-        access = Access(self.properties.location, READ_WRITE)
-        _call("cuMemSetAccess", self.address.value, self.size, ctypes.byref(access), 1)
+            _call("cuMemCreate", *given)
+        return handle.value
 
     def unmap(self) -> None:
         """Release the memory, if any is mapped. The device must have finished its work."""
-        if self.handle is not None:
-            _call("cuMemUnmap", self.address.value, self.size)
-            _call("cuMemRelease", self.handle)
-            self.handle = None
+        for part in range(len(self.held)):
+            self.resize(part, 0)
+        while self.spare:
+            _call("cuMemRelease", self.spare.pop())
 
     def __del__(self) -> None:
         if self.address.value and not sys.is_finalizing():  # at exit, the driver may be gone already
@@ -124,24 +149,40 @@ class Mapped:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device, self.ranges = device, weakref.WeakSet()
+        self.properties = Properties(PINNED, 0, Location(ON_DEVICE, device.index or 0), None, 0)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Allocate a tensor with undefined contents."""
         count = math.prod(shape) * dtype.itemsize
         if not count:
             return torch.empty(shape, dtype=dtype, device=self.device)
+        size = -(-count // self.page) * self.page
+        return self._tensor(size, size)[1][:count].view(dtype).view(*shape)
+
+    def pages(self, size: int, parts: int, most: int) -> tuple[Range, torch.Tensor]:
+        """Allocate a range that grows page by page, and a tensor [bytes] uint8. Access only what is mapped."""
+        return self._tensor(self.page, size, parts, most)
+
+    @functools.cached_property
+    def page(self) -> int:
+        """The smallest number of bytes that can be mapped."""
+        unit = ctypes.c_size_t()
+        _call("cuMemGetAllocationGranularity", ctypes.byref(unit), ctypes.byref(self.properties), 0)
+        return unit.value
+
+    def _tensor(self, *sizes):
         with torch.cuda.device(self.device):  # the driver works in the context of the current device
-            held = Range(count, self.device.index or 0)
+            held = Range(self.properties, *sizes)
             tensor = view(held)
         if tensor.data_ptr() != held.address.value:
             raise RuntimeError("torch copied mapped memory instead of using it; use --rollout_backend eager")
         self.ranges.add(held)
-        return tensor[:count].view(dtype).view(*shape)
+        return held, tensor
 
     @property
     def bytes(self) -> int:
         """Bytes of the memory that is mapped."""
-        return sum(held.size for held in self.ranges if held.handle is not None)
+        return sum(held.bytes for held in self.ranges)
 
     def release(self) -> None:
         """Release the memory of all tensors, after the device has finished its work."""
@@ -151,7 +192,7 @@ class Mapped:
 
     def restore(self) -> bool:
         """Map memory for all tensors whose memory was released. Return whether there were any."""
-        released = [held for held in self.ranges if held.handle is None]
+        released = [held for held in self.ranges if not held.bytes]
         with torch.cuda.device(self.device):
             for held in released:
                 held.map()
@@ -174,6 +215,6 @@ def works(device: torch.device) -> bool:
         if not numbers.eq(1).all():
             raise RuntimeError("a CUDA graph wrote elsewhere")
     except (OSError, AttributeError, RuntimeError) as error:
-        logger.warning("the KV cache keeps its memory during updates: %s", error)
+        logger.warning("the KV cache keeps its memory during updates, and does not grow: %s", error)
         return False
     return True

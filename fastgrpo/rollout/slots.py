@@ -7,12 +7,15 @@ depends on memory whether they share one geometry (`settled`). On a GPU all prov
 from lanes even at a group size of 1. A flat layout would save a launch there, but no memory, and the phases could not
 share slots.
 
+Where the wanted lanes do not fit, lanes can grow (`growing`): each one is a range of addresses for its maximum tokens,
+in memory order [token, layer, keys or values, K, d], and gets a page of memory when its completion needs one.
+
 Shapes: R lanes, C maximum tokens of a completion, P prompt slots, T maximum tokens of a prompt, G maximum lanes of one
 prompt, n lanes in use, K key heads, d head width.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -34,6 +37,7 @@ PROMPT_BUCKETS = (4, 16, 64, 256, 1024)
 MOST_LANES = BUCKETS[-1]  # maximum lanes if max_num_seqs is None and no group is larger
 AMPLE = 0.5  # all phases share one geometry if it takes at most this share of the memory budget
 NEAR = 0.8  # the old geometry is kept if it has at least this share of the lanes and prompt slots that would fit
+MARGIN = 1.25  # lanes that grow get this factor of the tokens that completions hold on average, and a page
 ROUND = 16  # T is rounded up to a multiple of this, so that a slightly longer prompt needs no new slots
 
 
@@ -49,6 +53,7 @@ class Geometry:
         group: G, the maximum lanes of one prompt.
         flat: Whether the slot of each lane holds a copy of its prompt and then the completion, T + C tokens. If not,
             prompts have their own slots, shared by their lanes, and the slot of a lane holds C tokens.
+        pages: Maximum number of pages of all lanes, which then grow. 0 if each lane has memory for its C tokens.
     """
 
     lanes: int
@@ -57,6 +62,7 @@ class Geometry:
     longest_prompt: int
     group: int
     flat: bool
+    pages: int = 0
 
     @property
     def lane_tokens(self) -> int:
@@ -151,6 +157,31 @@ def _grown(old, new, requests, most):
     return old if near and all(old.holds(*request) for request in requests) else new
 
 
+def growing(
+    new: Geometry, old: Geometry | None, requests: list[tuple[int, list[int]]], most: int, token_bytes: int,
+    budget: int, held: float, page: int,
+) -> Geometry:  # fmt: skip
+    """Return a geometry with up to `most` lanes, which grow. Return `new`, whose lanes do not, if it has as many.
+
+    `held` is the mean number of tokens that a lane in use holds. One group always fits at its full length, beside the
+    first page of every other lane. The geometry `old` is kept if it grows and has about the right number of lanes.
+    """
+    most = min(most, sum(len(limits) for _, limits in requests))
+    full = -(-new.capacity * token_bytes // page)
+    each = min(1 + math.ceil(MARGIN * held * token_bytes / page), full)
+
+    def geometry(lanes):
+        prompts = min(len(requests), lanes, PROMPTS_A_GROUP * -(-lanes // new.group))
+        pages = (budget - prompts * new.longest_prompt * token_bytes) // page
+        fits = pages >= max(lanes * each, new.group * full + lanes - new.group)
+        return replace(new, lanes=lanes, prompts=prompts, pages=min(pages, lanes * full)) if fits else None
+
+    best = next(filter(None, map(geometry, range(most, new.lanes, -1))), new)
+    alike = old is not None and old.pages and old.group == new.group and all(old.holds(*each) for each in requests)
+    upper = best.lanes / NEAR if new.lanes < most else math.inf  # a refill of a step needs few lanes
+    return old if alike and NEAR * min(best.lanes, most) <= old.lanes <= upper else best
+
+
 def _merged(*geometries):
     """Return the maximum of these geometries in every size. All have the same layout."""
     sizes = "lanes", "capacity", "prompts", "longest_prompt", "group"
@@ -203,6 +234,7 @@ class Slots:
         memory_order: Memory order of the dimensions [slot, head, token], the fastest one for the provider. The tensors
             are views [slot, head, token, d].
         mapped: Allocates keys and values. None means torch.
+        token_bytes: Bytes of one token, if lanes grow.
     """
 
     def __init__(
@@ -211,8 +243,10 @@ class Slots:
         device: torch.device,
         memory_order: tuple[int, int, int] = (0, 1, 2),
         mapped: Mapped | None = None,
+        token_bytes: int = 0,
     ) -> None:
-        self.geometry, self.memory_order, self.mapped = geometry, memory_order, mapped
+        self.geometry, self.memory_order, self.mapped, self.token_bytes = geometry, memory_order, mapped, token_bytes
+        self.pages = self.memory = None  # of lanes that grow
         self.caches, self.heads = {}, {}
         self.prompt_lengths = torch.zeros(geometry.prompts, dtype=torch.int32, device=device)
         self.places = torch.full((geometry.prompts * geometry.group,), -1, dtype=torch.int32, device=device)
@@ -223,8 +257,22 @@ class Slots:
         if layer not in self.caches:
             g = self.geometry
             lanes, prompts = (g.lanes, g.lane_tokens), (0 if g.flat else g.prompts, g.longest_prompt)
-            self.caches[layer] = Cache(*(self._zeros(*shape, of) for shape in (lanes, prompts) for of in (key, value)))
+            own = self._growing(layer, key) if g.pages else [self._zeros(*lanes, of) for of in (key, value)]
+            self.caches[layer] = Cache(*own, *(self._zeros(*prompts, of) for of in (key, value)))
         return self.caches[layer]
+
+    def _growing(self, layer, like):
+        """Return keys and values of lanes that grow. Their contents are undefined: no key behind a length is read."""
+        (heads, _, width), g = like.shape, self.geometry
+        row = heads * width * like.dtype.itemsize
+        layers = self.token_bytes // (2 * row)
+        assert layer < layers and self.token_bytes == 2 * row * layers, "lanes grow only if all layers are alike"
+        if self.pages is None:
+            unit = math.lcm(self.mapped.page, row)  # so that the memory of all lanes is whole rows, see `write`
+            size = -(-g.capacity * self.token_bytes // unit) * unit
+            self.pages, self.memory = self.mapped.pages(size, g.lanes, g.pages)
+        rows = self.memory.view(like.dtype).view(g.lanes, -1, heads, width)[:, : g.capacity * 2 * layers]
+        return rows.unflatten(1, (g.capacity, layers, 2))[:, :, layer].permute(2, 0, 3, 1, 4).unbind()
 
     def _zeros(self, count, tokens, like):
         """Return zeros [count, K, tokens, d], because masked keys and values must not be NaN."""
@@ -237,12 +285,18 @@ class Slots:
         """Write the keys or values `new` [n, K, d] into `held`, one of a `Cache`, at `tokens` [n] of `slots` [n].
 
         In memory order, the indices are adjacent and come first. Otherwise `index_put_` would copy all of `held` twice
-        in torch's deterministic mode.
+        in torch's deterministic mode. For the same reason, rows [K, d] of the memory are written in lanes that grow.
         """
+        order = held.permute(*self.memory_order, 3)
+        if not order.is_contiguous():
+            memory = self.memory.view(held.dtype).view(-1, *order.shape[2:])
+            slot, token, first = (x // memory.stride(0) for x in (*order.stride()[:2], held.storage_offset()))
+            memory[slots * slot + tokens * token + first] = new
+            return
         index = {0: slots, 2: tokens}
         if self.memory_order[-1] != 1:  # the heads come before the tokens or the slots
             index = {0: slots[:, None], 1: self._heads(held), 2: tokens[:, None]}
-        held.permute(*self.memory_order, 3)[tuple(index[dim] for dim in self.memory_order if dim in index)] = new
+        order[tuple(index[dim] for dim in self.memory_order if dim in index)] = new
 
     def _heads(self, held):
         """Return the head indices [K] int64."""
@@ -278,7 +332,7 @@ class Slots:
     def zero(self) -> None:
         """Reset all keys and values, which may not be finite: a masked value times 0 must not be NaN."""
         for cache in self.caches.values():
-            for tensor in cache:
+            for tensor in cache[2:] if self.pages else cache:
                 tensor.zero_()
 
     @torch.inference_mode()
@@ -289,3 +343,10 @@ class Slots:
             for tensor in (cache.keys, cache.values):
                 held = tensor[:, :, :tokens].permute(*self.memory_order, 3)  # in memory order
                 held.index_copy_(lanes, targets, held.index_select(lanes, sources))
+
+    @torch.inference_mode()
+    def copy(self, moves: list[tuple[int, int]], tokens: list[int]) -> None:
+        """Copy the first tokens of some lanes that grow to other lanes, by pairs of source and target."""
+        memory = self.memory.view(self.geometry.lanes, -1)
+        for (source, target), count in zip(moves, tokens, strict=True):
+            memory[target, : count * self.token_bytes] = memory[source, : count * self.token_bytes]

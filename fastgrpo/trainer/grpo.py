@@ -522,7 +522,10 @@ class GRPOTrainer:
             samples, updated = self.update(samples)
             values = self.report(samples, updated | collected)
         if "memory/peak_gib" in values:
-            peak = max(values["memory/peak_gib"], self.engine.peak / 2**30 if self.sleeps else 0)
+            if self.engine is not None:  # torch does not count all memory
+                beside = self.engine.beside / 2**30
+                values["memory/peak_gib"] = max(values["memory/peak_gib"] + beside, self.engine.peak / 2**30)
+            peak = values["memory/peak_gib"]
             values["memory/peak_gib"] = max(self.ranks.gather(peak, "the peak of the memory"))
         drawn = sum(len(sample.drawn) for sample in samples)
         # With batches ahead, the time of the rollout is only a wait.

@@ -1,4 +1,4 @@
-"""The memory of the KV cache is released during updates, and mapped again at the same addresses.
+"""The memory of the KV cache is released during updates, mapped again at the same addresses, and grows page by page.
 
 A stand-in for the CUDA driver maps memory of the host: released memory cannot be accessed, and new memory is NaN.
 """
@@ -8,17 +8,21 @@ import ctypes
 import gc
 import mmap
 from functools import partial
+from itertools import count
 
 import pytest
 import tiny
 import torch
-from drawing import ids_of
+from dialogues import Scripted
+from drawing import finish, ids_of
 from runs import make_trainer
 
 from fastgrpo.policy.lora import add_lora, merged_weight
 from fastgrpo.policy.model import Policy
+from fastgrpo.rollout import engine as engine_module
 from fastgrpo.rollout import mapped as module
 from fastgrpo.rollout import weights as weights_module
+from fastgrpo.rollout.attention import TOKENS_BEFORE_HEADS, SharedPrefix, products
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.graph import Graphs
 from fastgrpo.rollout.layers import groups
@@ -43,13 +47,15 @@ class Driver:
     """The driver's functions. `failing` has the error codes of functions that fail."""
 
     def __init__(self):
-        self.calls, self.free, self.failing = [], FREE, {}
+        self.calls, self.free, self.failing, self.unit, self.numbers = [], FREE, {}, UNIT, count(1)
         self.reserved, self.created, self.behind = {}, {}, {}  # address -> size, handle -> size, address -> handle
 
     def __getattr__(self, name):
         return partial(self._call, name)
 
     def _call(self, name, *arguments):
+        freeing = {"synchronize", "cuMemUnmap", "cuMemRelease"}  # nothing may be queued that uses what is unmapped
+        assert name != "cuMemUnmap" or self.calls[-1] in freeing
         self.calls.append(name)
         if name in self.failing:
             return self.failing[name]
@@ -58,23 +64,25 @@ class Driver:
                 text.value = b"a reason"
             case "cuMemGetAllocationGranularity", unit, properties, 0:
                 assert (properties.type, properties.location.type, properties.location.id) == (1, 1, 0)
-                unit.value = UNIT
+                unit.value = self.unit
             case "cuMemAddressReserve", address, size, 0, 0, 0:
                 address.value = host_memory(None, size, 0)
                 self.reserved[address.value] = size
             case "cuMemCreate", handle, size, _, 0:
                 if size > self.free:
                     return 2
-                handle.value, self.free = len(self.calls), self.free - size
+                handle.value, self.free = next(self.numbers), self.free - size
                 self.created[handle.value] = size
             case "cuMemMap", address, size, 0, handle, 0:
-                assert self.reserved[address] == self.created[handle] == size and address not in self.behind
+                assert any(start <= address <= start + length - size for start, length in self.reserved.items())
+                assert self.created[handle] == size and not {address, handle} & {*self.behind, *self.behind.values()}
                 self.behind[address] = handle
             case "cuMemSetAccess", address, size, access, 1:
-                assert address in self.behind and (access.flags, access.location.type) == (3, 1)
+                assert (access.flags, access.location.type) == (3, 1)
+                assert size == sum(self.created[h] for at, h in self.behind.items() if address <= at < address + size)
                 ctypes.memset(host_memory(address, size, mmap.PROT_READ | mmap.PROT_WRITE), 0xFF, size)
             case "cuMemUnmap", address, size:
-                assert self.behind.pop(address) in self.created and self.reserved[address] == size
+                assert self.created[self.behind.pop(address)] == size
                 host_memory(address, size, 0)
             case "cuMemRelease", handle:
                 assert handle not in self.behind.values()
@@ -181,3 +189,88 @@ def test_updates_that_release_the_kv_cache_change_no_bit(tmp_path, monkeypatch):
     trainer.train()
     assert all(map(torch.equal, trainer.policy.parameters(), plain.policy.parameters()))
     assert slots == [None] * 5  # 2 updates, and 3 losses of held-out rows
+
+
+def exact_part(query, keys, values, lengths, scale):
+    """`products`, without a look at what is behind a length: as the Triton kernel reads."""
+    slots = ([tensor[i : i + 1] for tensor in (query, keys, values, lengths)] for i in range(len(query)))
+    parts = [products(q, k[:, :, :n], v[:, :, :n], n, scale) for q, k, v, n in slots]
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
+
+
+@pytest.fixture
+def grown(driver, monkeypatch):
+    """Makes an engine whose lanes may grow, with memory for this number of pages of 16 tokens."""
+    driver.unit = PAGE
+    monkeypatch.setattr(engine_module, "works", lambda device: True)
+    monkeypatch.setattr(SharedPrefix, "exact", True)
+    monkeypatch.setattr(engine_module, "make_provider", lambda *_: SharedPrefix(exact_part, TOKENS_BEFORE_HEADS))
+
+    def make(model, pages, **options):
+        engine = RolloutEngine(model, **options)
+        engine.grows, engine.budget = True, pages * PAGE
+        engine.mapped = engine.growth = Mapped(CPU)
+        return engine
+
+    return make
+
+
+PAGE, LONG = 2**12, [[5 + i] * (1 + i) for i in range(8)]
+SHORTER, LONGER = (SamplingParams(max_tokens=90, stop_token_ids=tuple(range(n)), seed=3) for n in (9, 2))
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_lanes_that_grow_draw_the_same_completions(driver, grown, on_gpu):
+    """Whatever is preempted, moved, aborted, and released during updates."""
+    model, lanes, preempted = tiny.model(), [], 0
+    engine, plain = grown(model, 44), RolloutEngine(model)  # 44 pages hold 6 completions of full length
+    engine.on_gpu = on_gpu  # decodes the next steps before it handles the last
+    for prompts, sampling in ((LONG, SHORTER), (LONG, LONGER), (LONG[:1], LONGER), (LONG, LONGER)):
+        found, expected = (each.generate(prompts, 3, sampling) for each in (engine, plain))
+        assert ids_of(found) == ids_of(expected)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.logps, other.logps, atol=1e-5, rtol=0)
+        preempted += engine.metrics()["rollout/preemptions"]
+        lanes.append(max(engine.live_lanes))
+        assert engine.beside == FREE - driver.free <= engine.budget + 4 * PAGE
+        engine.sleep()
+        assert driver.free == FREE and engine.beside == 0
+        tiny.stir(model, std=0.02)  # the update
+    assert preempted and lanes[0] == 6 < lanes[3] < lanes[1]  # longer completions were seen before the last
+    for each in (engine, plain):  # lanes 3 and 4 move to the front, where a decode step still computes lane 3
+        for i, limits in enumerate(([10, 90, 10], [90, 90, 10])):
+            each.add_request(LONG[i], 3, SamplingParams(seed=1), request_id=i, max_tokens=limits)
+    assert [*map(ids_of, finish(engine).values())] == [*map(ids_of, finish(plain).values())] and engine.geometry.pages
+
+
+def test_lanes_do_not_grow_where_all_fit_or_tools_answer(grown):
+    model, found = tiny.model(), []
+    ample, engine, plain = grown(model, 250), grown(model, 44), RolloutEngine(model)
+    for each in (ample, engine, plain):
+        each.generate(LONG, 3, SHORTER)
+        for i, prompt in enumerate(LONG):
+            each.add_request(prompt, 3, SHORTER, request_id=i)
+        each.step()
+    assert engine.geometry.pages and not ample.geometry.pages
+    for each in (engine, plain):
+        each.add_request(LONG[1], 1, SHORTER, request_id=99, dialogues=[Scripted([[7] * 40])])
+        found.append(finish(each))
+    assert not engine.geometry.pages and all(ids_of(found[0][i]) == ids_of(found[1][i]) for i in found[1])
+
+
+def test_pages_are_mapped_behind_those_that_a_part_has(driver):
+    pages, tensor = Mapped(CPU).pages(4 * UNIT, 3, 6)
+    start, bytes_of = pages.address.value, tensor.view(3, 4, UNIT)
+
+    def mapped():
+        return sorted((at - start) // UNIT for at in driver.behind)
+
+    assert mapped() == [0, 4, 8] and pages.free == 3
+    driver.calls.clear()
+    pages.resize(1, 3)
+    assert driver.calls == ["cuMemCreate", "cuMemMap"] * 2 + ["cuMemSetAccess"] and mapped() == [0, 4, 5, 6, 8]
+    bytes_of[1, :3], driver.calls[:] = 1, ["synchronize"]
+    pages.resize(1, 1)
+    pages.resize(2, 2)
+    assert driver.calls[1:] == ["cuMemUnmap"] * 2 + ["cuMemMap", "cuMemSetAccess"]
+    assert mapped() == [0, 4, 8, 9] and bytes_of[1, 0].eq(1).all() and pages.bytes == 5 * UNIT and pages.free == 2

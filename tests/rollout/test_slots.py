@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.rollout.slots import AMPLE, Geometry, fit, kv_token_bytes, memory_left, settled
+from fastgrpo.rollout.slots import AMPLE, MARGIN, Geometry, fit, growing, kv_token_bytes, memory_left, settled
 
 CPU = torch.device("cpu")
 
@@ -31,6 +31,32 @@ def test_as_many_lanes_as_requests_limits_and_memory_allow(requests, max_num_seq
     assert all(geometry.holds(length, limits) for length, limits in requests)
     if geometry.lanes < min(max_num_seqs, completions):
         assert fit(requests, geometry.lanes + 1, 1, 10**9, flat).tokens > budget
+
+
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(2, 90), st.integers(1, 30_000), st.floats(1, 90),
+       st.integers(2, 64))  # fmt: skip
+def test_as_many_lanes_grow_as_pages_for_their_mean_length_allow(group, prompts, capacity, budget, held, page):
+    requests, most = [(16, [capacity] * group)] * prompts, 1 + prompts * group // 2
+    try:
+        new = fit(requests, max(most, group), 1, budget, flat=False)
+    except ValueError:
+        return
+    grown, full = growing(new, None, requests, most, 1, budget, held, page), -(-capacity // page)
+    each = min(full, MARGIN * held / page + 2)
+    if not grown.pages:
+        assert grown == new
+        return
+    assert new.lanes < grown.lanes <= most and grown.prompts * 16 + grown.pages * page <= budget
+    assert grown.pages >= max(group * full + grown.lanes - group, grown.lanes * (each - 1))
+    assert growing(new, grown, requests, most, 1, budget, held * 1.01, page) == grown  # small changes keep it
+
+
+def test_a_1_5b_model_gets_all_lanes_for_8k_tokens_if_a_quarter_is_used():
+    requests, budget = [(512, [8192] * 8)] * 32, 34 * 2**30
+    new = fit(requests, 256, 28_672, budget, flat=False)
+    grown = growing(new, None, requests, 256, 28_672, budget, 2048, 2**21)
+    assert new.lanes == 153 and (grown.lanes, grown.prompts, grown.capacity) == (256, 32, 8192)
+    assert growing(new, None, requests, 256, 28_672, budget, 8192, 2**21) == new
 
 
 @pytest.mark.parametrize("left, remedy", [(2**30, "raise rollout_memory_utilization"), (2**28, "reduce the memory")])

@@ -65,6 +65,14 @@ def random_decode(members, prompt_lengths, lengths, *, heads, depth, dtype=torch
     return case
 
 
+def grown(case):
+    """Return the arguments with the lanes' keys and values as lanes that grow hold them: those of layer 1 of 3."""
+    slots, heads, tokens, depth = case["keys"].shape
+    memory = case["keys"].new_full((slots, tokens * 3 + 1, 2, heads, depth), torch.nan)
+    views = memory[:, 1::3].permute(2, 0, 3, 1, 4).copy_(torch.stack([case["keys"], case["values"]]))
+    return case | {"keys": views[0], "values": views[1]}
+
+
 def random_rotation(lanes, heads, depth, normed, dtype, order=(0, 1, 2), device="cpu"):
     """Draw arguments of rotate_and_store: two slots more than there are lanes, with this memory order."""
 

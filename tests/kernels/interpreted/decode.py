@@ -5,7 +5,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from decode_cases import random_decode, random_rotation
+from decode_cases import grown, random_decode, random_rotation
 
 from fastgrpo.kernels import launch, layer, reference
 from fastgrpo.kernels.decode import group_decode
@@ -58,9 +58,11 @@ def test_scores_far_apart():
         torch.testing.assert_close(group_decode(**case), reference.group_decode(**case), rtol=1e-4, atol=1e-4)
 
 
-def test_does_not_read_beyond_the_lengths():
-    case = random_decode(*GROUPS["ragged"], heads=(4, 2), depth=16)
+@pytest.mark.parametrize("layout", [dict, grown])
+def test_does_not_read_beyond_the_lengths(layout):
+    case = layout(random_decode(*GROUPS["ragged"], heads=(4, 2), depth=16))
     expected = group_decode(**case)
+    torch.testing.assert_close(expected, reference.group_decode(**case), rtol=1e-5, atol=1e-5)
     for prefix in ("", "prompt_"):
         for slot, length in enumerate(case[f"{prefix}lengths"].tolist()):
             case[f"{prefix}keys"][slot, :, length:] = math.nan
@@ -89,8 +91,9 @@ def test_add_rms_norm(added, dtype, bf16):
     ((7, 2), 16, False, torch.float32, (0, 2, 1)), ((4, 4), 20, True, torch.float32, (2, 0, 1)),
     ((1, 1), 8, False, torch.bfloat16, (0, 1, 2)), ((4, 2), 16, True, torch.bfloat16, (0, 2, 1)),
 ], ids=str)  # fmt: skip
-def test_rotate_and_store(case, bf16):
-    dtype, case = case[3], random_rotation(3, *case)
+@pytest.mark.parametrize("layout", [dict, grown])
+def test_rotate_and_store(layout, case, bf16):
+    dtype, case = case[3], layout(random_rotation(3, *case))
     mine = deepcopy(case)
     out, expected = layer.rotate_and_store(**mine), reference.rotate_and_store(**case)
     torch.testing.assert_close(out, expected, **CLOSE[dtype])
