@@ -160,7 +160,7 @@ class Provider(ABC):
     Attributes:
         flat: Whether it needs flat slots, which hold a copy of the prompt before each completion.
         memory_order: Its fastest memory order of the dimensions [slot, head, token].
-        exact: Whether steps so far read no key behind the length of a lane. Only then may lanes grow.
+        exact: Whether the last call of `attend` read no key behind the length of a lane. Only then may lanes grow.
     """
 
     flat: bool
@@ -302,6 +302,8 @@ class GroupDecode(Provider):
         self.exact = self._trusted(query, cache, scale)
         if self.exact:
             return self._fused(query, cache, scale)
+        if self.grows:
+            raise RuntimeError("lanes that grow need the kernel of group_decode; use --rollout_backend eager")
         if self.to_begin is not None:  # once a step
             self.plain.begin(*self.to_begin)
             self.to_begin = None
@@ -313,8 +315,6 @@ class GroupDecode(Provider):
         variant = {"dtype": query.dtype, "heads": query.shape[1], "width": query.shape[2],
                    "key heads": cache.keys.shape[1], "lanes of a prompt": self.members.shape[1]}  # fmt: skip
         remedy = "Use attention='auto' to continue without it." if self.asked else None
-        if self.grows:
-            remedy = "Use --rollout_backend eager: lanes that grow need this kernel."
         return trusted("group_decode", query.device, variant, lambda: self._difference(query, cache, scale), remedy)
 
     def _fused(self, query, cache, scale):

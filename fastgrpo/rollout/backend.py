@@ -210,7 +210,8 @@ class RolloutBackend(ABC):
         """Step until all requests have finished.
 
         Args:
-            progress: Called with the share of the work done since the last call, or None. The shares add up to 1.
+            progress: Called with the share of the work done since the last call, or None. The shares add up to 1. A
+                share is negative if a group has started again (`preemptions`).
 
         Yields:
             The groups that finished in a step.
@@ -274,7 +275,7 @@ class RolloutBackend(ABC):
             prompts: B >= 0 lists of token ids, none of them empty.
             num_generations: G.
             sampling: Sampling parameters.
-            progress: Called with the share of the work done since the last call, or None. The shares add up to 1.
+            progress: As for `run`.
             request_ids: B different request numbers, which determine the draws. None means 0 to B - 1.
 
         Returns:

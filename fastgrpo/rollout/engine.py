@@ -5,8 +5,9 @@ update. No request may be in flight during an optimizer step, so keys and values
 is computed once for its group. When a completion finishes, a waiting group takes over its lane. If no group waits, the
 last lanes move into the gaps.
 
-Where memory for the maximum length of all lanes is scarce, lanes grow (slots.py). If no page is left, the group with
-the fewest tokens is preempted: it starts again later, and draws the same tokens (recomputation, as in vLLM).
+Where memory for the maximum length of all lanes is scarce, lanes grow (slots.py). If no page is left, the group that
+arrived last is preempted: it starts again later, and draws the same tokens (recomputation, as in vLLM). So the group
+that arrived first always finishes.
 
 On a GPU a decode step is one CUDA graph, and the host polls for finished lanes every POLL_STEPS steps. It queues the
 next steps before it reads the flags of the last ones, so the GPU decodes while the host copies completions and turns
@@ -22,7 +23,7 @@ completion, V vocabulary.
 
 import logging
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
@@ -349,7 +350,7 @@ class RolloutEngine(RolloutBackend):
         self.lanes.snapshot()
         taken = self.lanes.take(lanes)  # counts the tokens, and checks that their log-probs are finite
         self.lanes.stop(self._tensor(lanes))
-        self._count(len(ids) for ids, *_ in taken)
+        self._count([*(ids for ids, *_ in taken), *(sample.ids for sample in done.values())])
         for running in stopped:
             if running.dialogue:
                 running.dialogue.close(StopReason.ABORTED)
@@ -411,8 +412,10 @@ class RolloutEngine(RolloutBackend):
         self.geometry = self.slots = self.lanes = self.provider = None  # the provider refers to the slots
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics since the engine was last idle, and `rollout/preemptions` if lanes may grow."""
-        return super().metrics() | ({"rollout/preemptions": self.preemptions} if self.grows else {})
+        """Return the metrics since the engine was last idle, with `rollout/preemptions` if lanes grow."""
+        measured = super().metrics()
+        grows = measured and self.geometry and self.geometry.pages
+        return measured | ({"rollout/preemptions": self.preemptions} if grows else {})
 
     @property
     def beside(self) -> int:
@@ -548,7 +551,7 @@ class RolloutEngine(RolloutBackend):
         slots = [i for i in range(self.geometry.prompts) if i not in taken]
         groups, tokens, room = [], 0, self.max_num_seqs - len(self._live())
         if self.geometry.pages:
-            room = min(room, self._growing_room())
+            room = min(room, self._room())
         while self.waiting and slots and min(len(free), room) >= len(self.waiting[0].limits):
             request = self.waiting[0]
             tools = self.geometry.pages and request.dialogues
@@ -588,44 +591,50 @@ class RolloutEngine(RolloutBackend):
             new = fit(requests, *limits)
         except ValueError:  # longest prompt and largest group may belong to different requests: fit the first only
             new, requests = fit(requests[:1], *limits), requests[:1]
-        new = settled(self.phases, new, requests, *limits[1:3])
+        fits, new = new.lanes, settled(self.phases, new, requests, *limits[1:3])
         if not waits:
-            new = self._growing(new, requests, *limits[:3])
+            new = self._more_lanes(new, max(fits, new.lanes), requests, *limits[:3])
         if new == self.geometry:
+            if self.slots.pages:
+                self.slots.pages.most = new.pages
             return
         self._free_slots()  # before the new ones are made
         self.geometry, self.provider = new, provider
-        allocator = self.growth if new.pages else self.mapped
-        self.slots = Slots(new, policy.device, provider.memory_order, allocator, limits[1])
+        self.slots = Slots(new, policy.device, provider.memory_order, self.mapped, self.growth, limits[1])
         self.lanes = Lanes(new.lanes, new.capacity, policy.device)
 
-    def _growing(self, new, requests, most, token_bytes, budget):
-        """Return a geometry with more lanes, which grow, instead of `new`, if the lengths drawn so far allow it."""
+    def _more_lanes(self, new, fits, requests, most, token_bytes, budget):
+        """Return a geometry with more than `fits` lanes, which grow, if the lengths drawn so far allow it, or `new`."""
         count, total, squares = self.drawn[new.group]
         self.drawn[new.group] /= 2  # forgets old rollouts
+        most = min(most, sum(len(limits) for _, limits in requests))
+        scarce = fits < most or (self.geometry and self.geometry.pages)
         small = new.capacity * token_bytes < 2**31 * self.policy.dtype.itemsize  # see `group_decode`
-        exact = self.provider is not None and self.provider.exact
-        if not (self.grows and count and small and exact and works(self.policy.device)):
+        if not (self.grows and scarce and count and small and self.provider and self.provider.exact):
             return new
+        sizes = {tensor[0, :, 0].nbytes for cache in self.slots.caches.values() for tensor in cache[:2]}
+        if sizes != {token_bytes / (2 * len(self.slots.caches))} or not works(self.policy.device):
+            return new  # layers differ, or the driver cannot map memory
         if self.growth is None:
             self.growth = Mapped(self.policy.device)
         # Completions that start together hold at most their mean length on average: t P(L > t) <= E[L] (Markov). In
         # lanes that are taken over again and again, they hold E[L^2] / (2 E[L]).
         held = max(total / count, squares / (2 * total))
-        grown = growing(new, self.geometry, requests, most, token_bytes, budget, held, self.growth.page)
+        grown = growing(new, fits, self.geometry, requests, most, token_bytes, budget, held, self.growth.page)
         if grown.pages and grown != self.geometry:
             logger.info("%d lanes grow in %d pages; %d would fit at full length", grown.lanes, grown.pages, new.lanes)
         return grown
 
-    def _count(self, lengths):
-        """Note the lengths of completions."""
-        self.drawn[self.geometry.group] += sum(np.array([1, length, length**2]) for length in lengths)
+    def _count(self, completions):
+        """Note the lengths of completions, given as token ids."""
+        self.drawn[self.geometry.group] += sum(np.array([1, len(ids), len(ids) ** 2]) for ids in completions)
 
-    def _growing_room(self):
-        """Return how many completions may start, if each has at least its share of the pages."""
-        geometry, share = self.geometry, self.geometry.pages // self.geometry.lanes
-        taken = [max(share, len(self.slots.pages.held[lane])) for lane, each in enumerate(self.running) if each]
-        return (geometry.pages - sum(taken) - (geometry.lanes - len(taken))) // (share - 1)
+    def _room(self):
+        """Return how many completions may start in lanes that grow, if each has at least its share of the pages."""
+        geometry, pages, share = self.geometry, self.slots.pages, self.geometry.pages // self.geometry.lanes
+        taken = [max(share, len(pages.held[lane])) for lane, each in enumerate(self.running) if each]
+        most = pages.most if pages else geometry.pages
+        return (most - sum(taken) - (geometry.lanes - len(taken))) // (share - 1)
 
     def _hold(self, live):
         """Map memory for the next steps of live lanes. Preempt groups if it does not suffice. Return live lanes."""
@@ -654,17 +663,20 @@ class RolloutEngine(RolloutBackend):
         with torch.cuda.device(self.policy.device):
             for lane in idle:
                 pages.resize(lane, 1)
-            for lane, count in counts.items():
-                pages.resize(lane, max(count, len(pages.held[lane])))
+            try:
+                for lane, count in counts.items():
+                    pages.resize(lane, max(count, len(pages.held[lane])))
+            except torch.OutOfMemoryError:  # something else took memory: use what is mapped until all lanes are free
+                pages.most -= pages.free
+                return self._grow(tokens)
         return True
 
     def _preempt(self):
-        """Stop the group that holds the fewest tokens. It waits before all others."""
-        held = Counter()
-        for running in filter(None, self.running):
-            held[running.group] += running.length(self.steps)
-        assert len(held) > 1, "one group fits at full length"
-        group = min(held, key=held.get)
+        """Stop the group that arrived last. It waits before all others."""
+        groups = {running.group.request.request_id: running.group for running in self.running if running}
+        if len(groups) == 1:  # by plan it fits at full length
+            raise torch.OutOfMemoryError("the KV cache of one group does not fit; lower --rollout_memory_utilization")
+        group = groups[next(number for number in reversed(self.unfinished) if number in groups)]
         lanes = [lane for lane, running in enumerate(self.running) if running and running.group is group]
         self.lanes.stop(self._tensor(lanes))
         self._leave(lanes)
@@ -687,6 +699,7 @@ class RolloutEngine(RolloutBackend):
             self._prefill(groups)
         except BaseException:
             self.waiting.extendleft(group.request for group in reversed(groups))
+            self.lanes.stop(self._tensor([lane for group in groups for lane in group.lanes]))
             raise
         self.running += [None] * (1 + max(lane for group in groups for lane in group.lanes) - len(self.running))
         for group in groups:
@@ -798,7 +811,6 @@ class RolloutEngine(RolloutBackend):
         outputs, taken = {}, {lane: self.running[lane].taken for lane in ended}
         if drawing := [lane for lane in ended if taken[lane] is None]:
             taken |= zip(drawing, self.lanes.take(drawing), strict=True)
-        self._count(len(ids) for ids, *_ in taken.values())
         for lane, (ids, logps, kept) in taken.items():
             running = self.running[lane]
             group, request, mask = running.group, running.group.request, None
@@ -819,6 +831,7 @@ class RolloutEngine(RolloutBackend):
             )  # fmt: skip
             if len(group.done) == len(group.lanes):
                 del self.unfinished[request.request_id]
+                self._count(sample.ids for sample in group.done.values())
                 outputs[request.request_id] = [group.done[i] for i in range(len(group.lanes))]
         self._leave(ended)
         return outputs
@@ -833,13 +846,14 @@ class RolloutEngine(RolloutBackend):
     def _compact(self):
         """Move live lanes to the front, if a decode step computes many others.
 
-        Free lanes do not count while groups wait for them.
+        Free lanes do not count while groups wait for them, not for pages.
         """
         live = self._live()
         if not live or len(live) >= COMPACT_BELOW * (live[-1] + 1):
             return
         awaited = self._awaited()
-        if self.waiting and not awaited:
+        pages = self.waiting and self.geometry.pages and self._room() < len(self.waiting[0].limits)
+        if self.waiting and not awaited and not pages:
             return
         count, drawing = len(live), {*live}
         sources = [lane for lane in live if lane >= count]

@@ -100,14 +100,18 @@ class Range:
         while len(held) > count:
             _call("cuMemUnmap", start + (len(held) - 1) * self.page, self.page)
             self.spare.append(held.pop())
-        first = len(held)
-        while len(held) < count:
-            handle = self.spare.pop() if self.spare else self._create()
-            _call("cuMemMap", start + len(held) * self.page, self.page, 0, handle, 0)
-            held.append(handle)
-        if count > first:
-            access = Access(self.properties.location, READ_WRITE)
-            _call("cuMemSetAccess", start + first * self.page, (count - first) * self.page, ctypes.byref(access), 1)
+        access = Access(self.properties.location, READ_WRITE)
+        while len(held) < count:  # after a failure, the pages in `held` are accessible and no handle is lost
+            at = start + len(held) * self.page
+            if not self.spare:
+                self.spare.append(self._create())
+            _call("cuMemMap", at, self.page, 0, self.spare[-1], 0)
+            held.append(self.spare.pop())
+            try:
+                _call("cuMemSetAccess", at, self.page, ctypes.byref(access), 1)
+            except BaseException:
+                self.resize(part, len(held) - 1)
+                raise
 
     def _create(self):
         handle = ctypes.c_uint64()
@@ -191,8 +195,11 @@ class Mapped:
             held.unmap()
 
     def restore(self) -> bool:
-        """Map memory for all tensors whose memory was released. Return whether there were any."""
-        released = [held for held in self.ranges if not held.bytes]
+        """Map memory for all tensors whose memory was released. Return whether there were any.
+
+        If it raises, the next call continues.
+        """
+        released = [held for held in self.ranges if not all(held.held)]
         with torch.cuda.device(self.device):
             for held in released:
                 held.map()

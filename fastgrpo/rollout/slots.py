@@ -158,28 +158,32 @@ def _grown(old, new, requests, most):
 
 
 def growing(
-    new: Geometry, old: Geometry | None, requests: list[tuple[int, list[int]]], most: int, token_bytes: int,
+    new: Geometry, fits: int, old: Geometry | None, requests: list[tuple[int, list[int]]], most: int, token_bytes: int,
     budget: int, held: float, page: int,
 ) -> Geometry:  # fmt: skip
-    """Return a geometry with up to `most` lanes, which grow. Return `new`, whose lanes do not, if it has as many.
+    """Return a geometry with more than `fits` lanes and up to `most`, which grow, or `new`, whose lanes do not.
 
-    `held` is the mean number of tokens that a lane in use holds. One group always fits at its full length, beside the
-    first page of every other lane. The geometry `old` is kept if it grows and has about the right number of lanes.
+    `fits` is the number of lanes that fit at full length, and `held` the mean number of tokens that a lane in use
+    holds. The first page of a lane holds its first token. One group always fits at its full length, beside the first
+    page of every other lane. The geometry `old` is kept if it grows and has about the right number of lanes.
     """
-    most = min(most, sum(len(limits) for _, limits in requests))
     full = -(-new.capacity * token_bytes // page)
-    each = min(1 + math.ceil(MARGIN * held * token_bytes / page), full)
+    if full == 1 or token_bytes > page:
+        return new
+    share = min(1 + math.ceil(MARGIN * held * token_bytes / page), full)
 
     def geometry(lanes):
         prompts = min(len(requests), lanes, PROMPTS_A_GROUP * -(-lanes // new.group))
         pages = (budget - prompts * new.longest_prompt * token_bytes) // page
-        fits = pages >= max(lanes * each, new.group * full + lanes - new.group)
+        fits = pages >= max(lanes * share, new.group * full + lanes - new.group)
         return replace(new, lanes=lanes, prompts=prompts, pages=min(pages, lanes * full)) if fits else None
 
-    best = next(filter(None, map(geometry, range(most, new.lanes, -1))), new)
-    alike = old is not None and old.pages and old.group == new.group and all(old.holds(*each) for each in requests)
-    upper = best.lanes / NEAR if new.lanes < most else math.inf  # a refill of a step needs few lanes
-    return old if alike and NEAR * min(best.lanes, most) <= old.lanes <= upper else best
+    best = next(filter(None, map(geometry, range(most, fits, -1))), new)
+    if old is None or not old.pages or old.group != new.group or not all(old.holds(*each) for each in requests):
+        return best
+    upper = best.lanes / NEAR if fits < most else math.inf  # a refill of a step needs few lanes
+    near = NEAR * min(best.lanes, most) <= old.lanes <= upper
+    return old if near and old.pages * page + old.prompts * old.longest_prompt * token_bytes <= budget else best
 
 
 def _merged(*geometries):
@@ -234,6 +238,7 @@ class Slots:
         memory_order: Memory order of the dimensions [slot, head, token], the fastest one for the provider. The tensors
             are views [slot, head, token, d].
         mapped: Allocates keys and values. None means torch.
+        growth: Allocates the keys and values of lanes that grow.
         token_bytes: Bytes of one token, if lanes grow.
     """
 
@@ -243,9 +248,11 @@ class Slots:
         device: torch.device,
         memory_order: tuple[int, int, int] = (0, 1, 2),
         mapped: Mapped | None = None,
+        growth: Mapped | None = None,
         token_bytes: int = 0,
     ) -> None:
-        self.geometry, self.memory_order, self.mapped, self.token_bytes = geometry, memory_order, mapped, token_bytes
+        self.geometry, self.memory_order, self.mapped = geometry, memory_order, mapped
+        self.growth, self.token_bytes = growth, token_bytes
         self.pages = self.memory = None  # of lanes that grow
         self.caches, self.heads = {}, {}
         self.prompt_lengths = torch.zeros(geometry.prompts, dtype=torch.int32, device=device)
@@ -257,20 +264,20 @@ class Slots:
         if layer not in self.caches:
             g = self.geometry
             lanes, prompts = (g.lanes, g.lane_tokens), (0 if g.flat else g.prompts, g.longest_prompt)
-            own = self._growing(layer, key) if g.pages else [self._zeros(*lanes, of) for of in (key, value)]
+            own = self._paged(layer, key) if g.pages else [self._zeros(*lanes, of) for of in (key, value)]
             self.caches[layer] = Cache(*own, *(self._zeros(*prompts, of) for of in (key, value)))
         return self.caches[layer]
 
-    def _growing(self, layer, like):
+    def _paged(self, layer, like):
         """Return keys and values of lanes that grow. Their contents are undefined: no key behind a length is read."""
         (heads, _, width), g = like.shape, self.geometry
         row = heads * width * like.dtype.itemsize
         layers = self.token_bytes // (2 * row)
         assert layer < layers and self.token_bytes == 2 * row * layers, "lanes grow only if all layers are alike"
         if self.pages is None:
-            unit = math.lcm(self.mapped.page, row)  # so that the memory of all lanes is whole rows, see `write`
+            unit = math.lcm(self.growth.page, row)  # so that the memory of all lanes is whole rows, see `write`
             size = -(-g.capacity * self.token_bytes // unit) * unit
-            self.pages, self.memory = self.mapped.pages(size, g.lanes, g.pages)
+            self.pages, self.memory = self.growth.pages(size, g.lanes, g.pages)
         rows = self.memory.view(like.dtype).view(g.lanes, -1, heads, width)[:, : g.capacity * 2 * layers]
         return rows.unflatten(1, (g.capacity, layers, 2))[:, :, layer].permute(2, 0, 3, 1, 4).unbind()
 

@@ -73,7 +73,7 @@ METRICS = {
     "rollout/share": "share of the step's time that generation took",
     "rollout/live_mean": "mean number of lanes (completions in flight) over the decoding steps of a rollout",
     "rollout/live_share": "rollout/live_mean as a share of the largest number of lanes: how full the device was kept",
-    "rollout/preemptions": "groups of a rollout that started again because the KV cache was full; mean over GPUs",
+    "rollout/preemptions": "groups that started again because the KV cache was full; mean over GPUs and batches",
     "sampler/logp_gap_max": "largest absolute difference of the sampler's and the trainer's log-prob of a token, nats",
     "sampler/version_min": "fewest steps of training of the weights that drew a token of the step",
     "sampler/version_max": "most steps of training of the weights that drew a token of the step",

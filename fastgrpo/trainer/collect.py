@@ -228,10 +228,9 @@ class Collector:
 
 
 def _means(measured):
-    """Average what rollout backends measured."""
-    return {
-        name: sum(values[name] for values in measured) / len(measured) for name in (measured[0] if measured else ())
-    }
+    """Average what rollout backends measured. What some did not report is 0 for them."""
+    names = dict.fromkeys(name for values in measured for name in values)
+    return {name: sum(values.get(name, 0) for values in measured) / len(measured) for name in names}
 
 
 def rolled_out(

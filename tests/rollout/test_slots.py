@@ -41,22 +41,27 @@ def test_as_many_lanes_grow_as_pages_for_their_mean_length_allow(group, prompts,
         new = fit(requests, max(most, group), 1, budget, flat=False)
     except ValueError:
         return
-    grown, full = growing(new, None, requests, most, 1, budget, held, page), -(-capacity // page)
+    rest = requests, most, 1, budget, held, page
+    grown, full = growing(new, new.lanes, None, *rest), -(-capacity // page)
     each = min(full, MARGIN * held / page + 2)
+    assert growing(new, most, None, *rest) == new  # they fit at full length, where `settled` chose fewer
     if not grown.pages:
         assert grown == new
         return
+    assert full > 1 and growing(new, new.lanes, grown, requests, most, 1, budget - page, held, page) != grown
     assert new.lanes < grown.lanes <= most and grown.prompts * 16 + grown.pages * page <= budget
     assert grown.pages >= max(group * full + grown.lanes - group, grown.lanes * (each - 1))
-    assert growing(new, grown, requests, most, 1, budget, held * 1.01, page) == grown  # small changes keep it
+    small_change = requests, most, 1, budget, held * 1.01, page
+    assert growing(new, new.lanes, grown, *small_change) == grown
 
 
 def test_a_1_5b_model_gets_all_lanes_for_8k_tokens_if_a_quarter_is_used():
     requests, budget = [(512, [8192] * 8)] * 32, 34 * 2**30
     new = fit(requests, 256, 28_672, budget, flat=False)
-    grown = growing(new, None, requests, 256, 28_672, budget, 2048, 2**21)
+    grown = growing(new, new.lanes, None, requests, 256, 28_672, budget, 2048, 2**21)
     assert new.lanes == 153 and (grown.lanes, grown.prompts, grown.capacity) == (256, 32, 8192)
-    assert growing(new, None, requests, 256, 28_672, budget, 8192, 2**21) == new
+    assert growing(new, new.lanes, None, requests, 256, 28_672, budget, 8192, 2**21) == new
+    assert growing(new, new.lanes, None, requests, 256, 28_672, budget, 2048, 2**14) == new  # no page holds a token
 
 
 @pytest.mark.parametrize("left, remedy", [(2**30, "raise rollout_memory_utilization"), (2**28, "reduce the memory")])
