@@ -22,7 +22,7 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.rollout import engine as engine_module
 from fastgrpo.rollout import mapped as module
 from fastgrpo.rollout import weights as weights_module
-from fastgrpo.rollout.attention import TOKENS_BEFORE_HEADS, SharedPrefix, products
+from fastgrpo.rollout.attention import TOKENS_BEFORE_HEADS, GroupDecode, SharedPrefix, products
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.graph import Graphs
 from fastgrpo.rollout.layers import groups
@@ -54,8 +54,8 @@ class Driver:
         return partial(self._call, name)
 
     def _call(self, name, *arguments):
-        freeing = {"synchronize", "cuMemUnmap", "cuMemRelease"}  # nothing may be queued that uses what is unmapped
-        assert name != "cuMemUnmap" or self.calls[-1] in freeing
+        freeing = {"synchronize", "cuMemUnmap", "cuMemRelease", *self.failing}
+        assert name != "cuMemUnmap" or self.calls[-1] in freeing  # nothing may be queued that uses what is unmapped
         self.calls.append(name)
         if name in self.failing:
             return self.failing[name]
@@ -230,7 +230,7 @@ def test_lanes_that_grow_draw_the_same_completions(driver, grown, on_gpu):
         assert ids_of(found) == ids_of(expected)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one.logps, other.logps, atol=1e-5, rtol=0)
-        preempted += engine.metrics()["rollout/preemptions"]
+        preempted += engine.metrics().get("rollout/preemptions", 0)
         lanes.append(max(engine.live_lanes))
         assert engine.beside == FREE - driver.free <= engine.budget + 4 * PAGE
         engine.sleep()
@@ -243,15 +243,55 @@ def test_lanes_that_grow_draw_the_same_completions(driver, grown, on_gpu):
     assert [*map(ids_of, finish(engine).values())] == [*map(ids_of, finish(plain).values())] and engine.geometry.pages
 
 
-def test_lanes_do_not_grow_where_all_fit_or_tools_answer(grown):
+def begin(engine, limits):
+    """Start groups with these limits, after a short one: lanes grow."""
+    engine.generate([[5]], len(limits), SamplingParams(max_tokens=8, seed=1))
+    for i in range(5):
+        engine.add_request(LONG[i], len(limits), SamplingParams(seed=1), request_id=i, max_tokens=limits)
+
+
+@pytest.mark.parametrize("limits, pages, steps", [([160, 65, 65, 65], 61, 1), ([160] * 4, 80, 50)])
+def test_preempted_groups_finish(driver, grown, monkeypatch, limits, pages, steps):
+    """Also after a failed prefill, and if something else takes all memory that is left after these steps."""
+    model = tiny.model()
+    engine, plain = grown(model, pages, max_num_seqs=19), RolloutEngine(model)
+    engine.mapped = None  # does not sleep
+    for each in (engine, plain):
+        begin(each, limits)
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(engine_module, "sample", None)
+        engine.step()
+    assert engine.geometry.pages and engine.lanes.finished.all() and engine.lanes.length.eq(1).all()
+    found = [engine.step() for _ in range(steps)]
+    lost, driver.free = (driver.free, 0) if steps > 1 else (0, driver.free)
+    found += [engine.step() for _ in range(1500)]
+    driver.free += lost
+    done = {i: ids_of(group) for step in found for i, group in step.items()}
+    assert done == {i: ids_of(group) for i, group in finish(plain).items()}
+    assert engine.metrics()["rollout/preemptions"] and engine.drawn[4][0] == 4 / 4 + 5 * 4
+    assert (engine.slots.pages.most < engine.geometry.pages) == (steps > 1) and len(engine.growth.ranges) == 1
+
+
+def test_lanes_do_not_grow_where_all_fit_or_layers_differ_or_tools_answer(grown, monkeypatch):
     model, found = tiny.model(), []
-    ample, engine, plain = grown(model, 250), grown(model, 44), RolloutEngine(model)
-    for each in (ample, engine, plain):
-        each.generate(LONG, 3, SHORTER)
-        for i, prompt in enumerate(LONG):
-            each.add_request(prompt, 3, SHORTER, request_id=i)
-        each.step()
-    assert engine.geometry.pages and not ample.geometry.pages
+    ample, unlike, engine, plain = grown(model, 250), grown(model, 88), grown(model, 44), RolloutEngine(model)
+    for each in (ample, unlike, engine, plain):
+        with monkeypatch.context() as patch:
+            if each is not engine:
+                patch.setattr(engine_module, "works", lambda device: pytest.fail("tried for nothing"))
+            if each is unlike:
+                patch.setattr(engine_module, "kv_token_bytes", lambda *_: 512)
+            each.generate(LONG, 3, SHORTER)
+            for i, prompt in enumerate(LONG):
+                each.add_request(prompt, 3, SHORTER, request_id=i)
+            each.step()
+        assert bool(each.geometry.pages) == (each is engine) == ("rollout/preemptions" in each.metrics())
+    provider = engine.provider
+    engine.provider = GroupDecode()
+    engine.provider._trusted = lambda *_: False
+    with pytest.raises(RuntimeError, match="--rollout_backend eager"):
+        engine.step()
+    engine.provider = provider
     for each in (engine, plain):
         each.add_request(LONG[1], 1, SHORTER, request_id=99, dialogues=[Scripted([[7] * 40])])
         found.append(finish(each))
@@ -259,7 +299,8 @@ def test_lanes_do_not_grow_where_all_fit_or_tools_answer(grown):
 
 
 def test_pages_are_mapped_behind_those_that_a_part_has(driver):
-    pages, tensor = Mapped(CPU).pages(4 * UNIT, 3, 6)
+    allocator = Mapped(CPU)
+    pages, tensor = allocator.pages(4 * UNIT, 3, 6)
     start, bytes_of = pages.address.value, tensor.view(3, 4, UNIT)
 
     def mapped():
@@ -268,9 +309,24 @@ def test_pages_are_mapped_behind_those_that_a_part_has(driver):
     assert mapped() == [0, 4, 8] and pages.free == 3
     driver.calls.clear()
     pages.resize(1, 3)
-    assert driver.calls == ["cuMemCreate", "cuMemMap"] * 2 + ["cuMemSetAccess"] and mapped() == [0, 4, 5, 6, 8]
+    assert driver.calls == ["cuMemCreate", "cuMemMap", "cuMemSetAccess"] * 2 and mapped() == [0, 4, 5, 6, 8]
     bytes_of[1, :3], driver.calls[:] = 1, ["synchronize"]
     pages.resize(1, 1)
     pages.resize(2, 2)
     assert driver.calls[1:] == ["cuMemUnmap"] * 2 + ["cuMemMap", "cuMemSetAccess"]
     assert mapped() == [0, 4, 8, 9] and bytes_of[1, 0].eq(1).all() and pages.bytes == 5 * UNIT and pages.free == 2
+    for failing in ("cuMemMap", "cuMemSetAccess"):  # the page stays spare
+        driver.failing = {failing: 2}
+        with pytest.raises(torch.OutOfMemoryError):
+            pages.resize(0, 2)
+        assert mapped() == [0, 4, 8, 9] and pages.bytes == 5 * UNIT
+    driver.failing, driver.free = {}, UNIT
+    with pytest.raises(torch.OutOfMemoryError):
+        pages.resize(0, 4)
+    assert mapped() == [0, 1, 2, 4, 8, 9] and driver.calls[-5:-2] == ["cuMemCreate", "cuMemMap", "cuMemSetAccess"]
+    allocator.release()
+    driver.free = UNIT
+    with pytest.raises(torch.OutOfMemoryError):
+        allocator.restore()
+    driver.free = FREE - UNIT
+    assert allocator.restore() and mapped() == [0, 4, 8] and not allocator.restore()

@@ -48,8 +48,9 @@ def test_as_many_lanes_grow_as_pages_for_their_mean_length_allow(group, prompts,
     if not grown.pages:
         assert grown == new
         return
-    assert full > 1 and growing(new, new.lanes, grown, requests, most, 1, budget - page, held, page) != grown
-    assert new.lanes < grown.lanes <= most and grown.prompts * 16 + grown.pages * page <= budget
+    least = grown.prompts * 16 + grown.pages * page
+    assert full > 1 and growing(new, new.lanes, grown, *rest[:3], least - 1, *rest[4:]) != grown
+    assert new.lanes < grown.lanes <= most and least <= budget
     assert grown.pages >= max(group * full + grown.lanes - group, grown.lanes * (each - 1))
     small_change = requests, most, 1, budget, held * 1.01, page
     assert growing(new, new.lanes, grown, *small_change) == grown
