@@ -60,10 +60,8 @@ def tokenizer(text):
 
 
 def rendered(builder, made, messages, **kwargs):
-    text = made.apply_chat_template(
-        messages, tools=TOOLS, tokenize=False, chat_template=builder.chat_template, **kwargs
-    )  # fmt: skip
-    return made(text, add_special_tokens=False)["input_ids"]
+    how = {"tools": TOOLS, "tokenize": False, "chat_template": builder.chat_template, **kwargs}
+    return made(made.apply_chat_template(messages, **how), add_special_tokens=False)["input_ids"]
 
 
 def answers(*contents):

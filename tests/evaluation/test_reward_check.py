@@ -81,10 +81,6 @@ async def mutates_async(completions, answer, **columns):
     return good(completions)
 
 
-def misses(completions, solution, **columns):
-    return good(completions)
-
-
 def by_length(completions, **columns):
     return [float(len(text)) for text in completions]
 
@@ -126,7 +122,8 @@ def test_completions_may_lack_what_a_check_needs():
 
 
 @pytest.mark.parametrize("function, words", [
-    (misses, "needs the column 'solution'"), (lambda **_: [None] * 12, "gives no completion a reward"),
+    (lambda completions, solution, **_: good(completions), "needs the column 'solution'"),
+    (lambda **_: [None] * 12, "gives no completion a reward"),
 ])  # fmt: skip
 def test_faults_without_any_reward(function, words):
     found = check(function)

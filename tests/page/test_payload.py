@@ -114,7 +114,6 @@ def test_a_long_run_is_thinned_and_says_so(tmp_path):
     (run,) = shown(write_run(tmp_path / "a", 4_000, warnings=warnings, **spike, **stages))["runs"]
     curve = run["series"]["grad_norm"]
     assert len(curve["at"]) <= POINTS and len(curve["mean"]) == len(curve["lines"]) == len(curve["at"])
-    assert sum(curve["lines"]) == 4_000
     assert run["axes"]["step"][curve["at"][curve["value"].index(1000.0)]] == 2_543
     assert run["series"]["time/rollout"]["at"] == run["series"]["time/loss"]["at"]  # else they cannot be stacked
     assert run["axes"]["step"][-1] == 4_000 and run["axes"]["seconds"][-1] == 2_000

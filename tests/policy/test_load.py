@@ -35,8 +35,6 @@ def test_a_folder_gives_the_policy_and_its_tokenizer(saved):
     policy, tokenizer = load_policy(saved, dtype="bfloat16", device="cpu", gradient_checkpointing=True)
     assert policy.dtype == torch.bfloat16 and policy.module.is_gradient_checkpointing
     assert tokenizer.decode(tokenizer("ab 1")["input_ids"]) == "ab 1"
-    with pytest.raises(ValueError, match=r"no such model folder: .*nowhere"):
-        load_policy(saved / "nowhere")
 
 
 def test_every_loader_applies_use_liger_kernel(saved, monkeypatch):

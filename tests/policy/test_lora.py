@@ -106,9 +106,6 @@ def test_adapters_reload_in_place(tmp_path):
     adapters = {name: value for name, value in with_adapters(seed=2).state_dict().items() if ".lora_" in name}
     model.save_pretrained(tmp_path, state_dict=adapters)  # as a copy of them on the host is saved
     assert torch.equal(loaded(other), with_adapters(seed=2)(IDS).logits)
-    for settings in ({"r": 8, "target_modules": ALL}, {"r": 4, "target_modules": ["q_proj"]}):
-        with pytest.raises(ValueError, match="other names or shapes"):
-            loaded(add_lora(tiny.model(), **settings))
 
 
 def test_the_reference_is_the_policy_without_adapters():

@@ -12,10 +12,7 @@ from fastgrpo.recipes import smollm2
 
 @pytest.fixture
 def hub(monkeypatch):
-    def become(download):
-        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-
-    return become
+    return lambda download: monkeypatch.setattr("huggingface_hub.snapshot_download", download)
 
 
 def unreachable(*args, **kwargs):

@@ -56,7 +56,6 @@ def test_correctness():
     with pytest.raises(ValueError):
         correctness([], ["42"] * 2, answer=["#### 42"])
     tagged = chat("<think>6 x 7</think><answer>42</answer>")
-    assert format_reward([], [tagged]) == [format_reward.full_mark]
     assert digits_reward([], [tagged] * 4, ["#### 43", "#### 0.5", None, "#### one"]) == [0.5, 0.0, 0.0, 0.0]
 
 

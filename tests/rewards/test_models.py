@@ -12,7 +12,7 @@ from fastgrpo import GRPOConfig
 from fastgrpo.data.records import Prompt
 from fastgrpo.rewards import find_reward, find_rewards, names_model, prm_options
 from fastgrpo.rewards.call import Rewards
-from fastgrpo.rewards.models import ProcessRewardModel, RewardModel, aggregate
+from fastgrpo.rewards.models import ProcessRewardModel, RewardModel
 
 PROMPTS = ["1+1=", "a long prompt: 2+2=", "x"]
 COMPLETIONS = ["first\n\nsecond step\n\nthird", "only one", "a\n\nb\n\n"]
@@ -207,11 +207,6 @@ def test_the_tag_of_qwen_is_found_in_the_tokenizer():
     texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
     expected = [by_labels(model, t, s, "<extra_0>", tokenizer) for t, s in zip(texts, STEPS, strict=True)]
     close(judge(prompts, completions), [of_one[-1] for of_one in expected])
-
-
-def test_aggregates_step_rewards():
-    values = [aggregate([0.5, 0.25, 1.0], how) for how in ("min", "mean", "last", "product")]
-    assert values == [0.25, 1.75 / 3, 1.0, 0.125]
 
 
 SPELT = ["one <extra_0> two", "th<eos>ree"]  # a completion that spells the tag, and the end token

@@ -9,10 +9,6 @@ from fastgrpo.run.curves import Panel, conclude, draw_curves, moving_average, re
 from fastgrpo.run.folder import RunFolder
 
 
-def write_metrics(folder, rows):
-    (folder / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-
-
 @pytest.mark.parametrize("line", ["{", '{"step": 1, "reward": "much"}', '{"step": 1, "reward": 1' + "0" * 400 + "}"])
 def test_metrics_are_read_as_series_and_damaged_lines_are_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(
@@ -30,7 +26,7 @@ def drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure))
 
     def draw(rows, **how):
-        write_metrics(tmp_path, rows)
+        (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
         assert draw_curves(tmp_path, **how) == tmp_path / "curves.png"
         return {axis.get_title(): axis for axis in figures.pop().axes}
 

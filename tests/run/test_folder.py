@@ -25,10 +25,6 @@ def folder_with(path, name):
     (path / name / "file").write_text("years of work")
 
 
-def names(path):
-    return {entry.name for entry in contents(path)}
-
-
 def test_runs_are_numbered(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "gsm8k-7").mkdir(parents=True)
@@ -57,7 +53,7 @@ def test_only_what_a_run_made_is_deleted(tmp_path):
     with pytest.raises(ValueError, match=r"not empty.*--overwrite_output_dir"):
         claim_output_dir(str(tmp_path), "t")
     claim_output_dir(str(tmp_path), "t", overwrite=True).close()
-    assert names(tmp_path) == set(kept) and made_in(tmp_path) == set()
+    assert {entry.name for entry in contents(tmp_path)} == set(kept) and made_in(tmp_path) == set()
 
 
 @pytest.mark.parametrize("name", EVERY_NAME)

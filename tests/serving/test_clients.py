@@ -58,9 +58,6 @@ def test_openai(server):
         assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content
         assert chunks[-1].finish_reason == whole.finish_reason
 
-    with pytest.raises(openai.BadRequestError):
-        client.completions.create(prompt="a" * 3000, **greedy)
-
 
 def test_lm_eval(server, folder, tmp_path):
     """Completions and log-likelihoods are the engine's, so scores are those of `evaluate`."""

@@ -23,10 +23,6 @@ from fastgrpo.run.profiling import STAGES
 pytestmark = pytest.mark.usefixtures("without_curves")
 
 
-def planned(pattern):
-    return [{"prompt": f"{i:02d}", "spread": character == "1"} for i, character in enumerate(pattern)]
-
-
 def by_plan(completions, spread, **_):
     return [float(i % 2) if differs else 0.25 for i, differs in enumerate(spread)]
 
@@ -34,7 +30,8 @@ def by_plan(completions, spread, **_):
 def make_trainer(saved, tmp_path, pattern, reward=by_plan, **settings):
     defaults = {"lr_scheduler_type": "constant", "shuffle_dataset": False, "dynamic_sampling": 10}
     given = {"model": str(saved), "learning_rate": 1e-2, **defaults, **settings}
-    return runs.make_trainer(tmp_path, reward, planned(pattern), **given)
+    rows = [{"prompt": f"{i:02d}", "spread": character == "1"} for i, character in enumerate(pattern)]
+    return runs.make_trainer(tmp_path, reward, rows, **given)
 
 
 def stepped(trainer):

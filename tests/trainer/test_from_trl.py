@@ -42,7 +42,6 @@ def trained(trainer):
 
 @pytest.mark.parametrize("settings", [
     {"loss_type": "luspo"},
-    {"steps_per_generation": 4, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4},
     {"beta": 0.1, "use_bias_correction_kl": True, "delta": 2.0, "num_iterations": 2, "top_entropy_quantile": 0.2},
     {"generation_kwargs": {"top_k": 10, "repetition_penalty": 1.2}, "cast_lm_head_to_fp32": True, "bf16": True,
      "use_cpu": True, "dataloader_num_workers": 2, "pad_to_multiple_of": 8, "log_completions": True,
@@ -124,11 +123,8 @@ def test_evaluations_of_several_data_sets(tmp_path):
 
 
 @pytest.mark.parametrize("given, match", [
-    ({"peft_config": peft.LoraConfig(lora_dropout=0.1)}, "peft_config: lora_dropout=0.1"),
     ({"peft_config": peft.LoraConfig(), "use_peft": True}, "both add adapters"),
-    ({"rows": STREAM, "max_steps": -1}, "so pass max_steps"),
     ({"eval_rows": [*PROMPTS, 7]}, "eval_dataset row 4"),
-    ({"eval_rows": STREAM, "max_eval_samples": None}, "so pass max_eval_samples"),
 ], ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")  # fmt: skip
 def test_rejects_unsupported_arguments_by_name(tmp_path, given, match):
     with pytest.raises(ValueError, match=match):

@@ -127,7 +127,6 @@ ROWS = {
     # lines of train.jsonl behind a good one and an empty one: what the message names
     '{"question": "b"}': "train.jsonl:3: .*'prompt'",
     '{"prompt": ""}': "train.jsonl:3: the prompt '' has no tokens",
-    '{"prompt": [{"role": "user", "content": "hi"}]}': "train.jsonl:3: .*chat template",
     json.dumps({"prompt": "abc" * 682}): "train.jsonl:3: .* has 2046 tokens.*max_completion_length=4 it exceeds",
 }
 
@@ -144,19 +143,7 @@ def test_rejects_a_wrong_row(row, command, case, capfd):
 FULL = OSError(errno.ENOSPC, "No space left on device", "run/checkpoint-1/model.safetensors")
 RUNS = {
     # name: (changed settings, how the case is spoilt, what the message names)
-    "no data": ({"dataset_name": None}, None, "--dataset_name"),
-    "no rows": ({}, lambda c: c.write(""), "train.jsonl has no rows"),
-    "a held-out row": (
-        {"dataset_name": "."}, lambda c: (c.folder / "test.jsonl").write_text('{"question": "?"}\n'), "test.jsonl:1",
-    ),
     "no reward": ({"reward_funcs": None}, None, "--reward_funcs"),
-    "a reward that exits": (
-        {}, lambda c: (c.folder / "own_rewards.py").write_text("def share(completions, **_):\n    raise SystemExit(0)"),
-        "'share' raised SystemExit.*own_rewards.py:2",
-    ),
-    "a folder with something in it": (
-        {}, lambda c: (c.run.mkdir(), (c.run / "notes").write_text("x")), "run .*--overwrite_output_dir",
-    ),
     "a full disk": (
         {}, lambda c: c.fail("transformers.PreTrainedModel.save_pretrained", FULL),
         "checkpoint-1 .*No space left.*--resume_from_checkpoint auto",
@@ -174,13 +161,6 @@ def test_rejects_a_wrong_run(name, case, capfd):
     if spoil is not None:
         spoil(case)
     check(train.main, case.argv(**changes), message, capfd)
-
-
-def test_a_correct_run_passes(case):
-    """And its folder is free again."""
-    for changes in ({}, {"overwrite_output_dir": True}):
-        assert train.main(case.argv(**changes)) == 0
-        assert (case.run / "checkpoint-1" / "model.safetensors").exists()
 
 
 @pytest.mark.slow
