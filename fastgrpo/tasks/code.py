@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 STEPS = 3  # operations of a function
 SIGNS = {"+": "add {}", "-": "subtract {}", "*": "multiply by {}"}
-ARGUMENTS = (0, 1, 7, -3)  # arguments of the tests
+ARGUMENTS = (1, 2, 7, -3)  # arguments of the tests
 HELD_OUT, LEARNED = 300, 4096
 FUNCTIONS_SEED = 0  # the same functions are held out in every run, so that runs can be compared
-CAREFUL = 0.3  # share of the warm start's examples that set the brackets where they are needed
+CAREFUL = 0.4  # share of the warm start's examples that set the brackets where they are needed
 PROMPT = (
     "Write a Python function f(x) that does the following with x, in this order: {steps}. Return the result. Put the "
     "function into one fenced block:\n```python\ndef f(x):\n    return ...\n```"
@@ -40,7 +40,7 @@ PROMPT = (
 
 CHARACTERS = "0123456789+-*:`defrtunx() \n"
 MODEL = {"hidden_size": 64, "layers": 2, "heads": 2, "positions": 64}
-WARM_START = {"steps": 600, "batch_size": 64, "learning_rate": 5e-3}
+WARM_START = {"steps": 1000, "batch_size": 64, "learning_rate": 5e-3}
 
 Function = tuple[tuple[str, int], ...]  # each step's sign and number
 

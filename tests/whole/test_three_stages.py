@@ -9,7 +9,6 @@ import pytest
 from paths import ROOT
 from runs import lines
 
-GSM8K = os.environ.get("FASTGRPO_GSM8K")
 EXAMPLES = ROOT / "docs" / "examples"
 
 
@@ -17,11 +16,11 @@ EXAMPLES = ROOT / "docs" / "examples"
 def run_stages(tmp_path, capsys):
     """Runs the script, and returns the evaluations of each stage, and the distilled rows."""
 
-    def run(*settings, **variables):
+    def run(*settings):
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         script = ["bash", EXAMPLES / "three_stages.sh", tmp_path, *settings]
         for _ in range(2):  # the second call finds everything done
-            subprocess.run(script, cwd=ROOT, env=os.environ | {"PATH": path} | variables, check=True)
+            subprocess.run(script, cwd=ROOT, env=os.environ | {"PATH": path}, check=True)
         assert (tmp_path / "report.html").exists()
         evaluations = {}
         for name in ("sft", "train", "distilled"):
@@ -46,11 +45,9 @@ def test_grpo_gains_and_distillation_keeps_the_gain(run_stages):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(GSM8K is None, reason="FASTGRPO_GSM8K names no folder of GSM8K's files")
 def test_a_pretrained_model_goes_through_the_stages(run_stages):
-    """SmolLM2 learns the template from GSM8K's solutions, and later stages keep it."""
-    evaluations, rows = run_stages(EXAMPLES / "stages_smollm2.sh", GSM8K=GSM8K)
-    base, sft = evaluations["sft"]
-    for after in (sft, evaluations["train"][-1], evaluations["distilled"][-1]):
-        assert after["eval/format_rate"] >= base["eval/format_rate"] + 0.2
+    """SmolLM2, which learns from its own right sums."""
+    evaluations, rows = run_stages(EXAMPLES / "stages_smollm2.sh")
+    base, last = evaluations["sft"][0], evaluations["distilled"][-1]
+    assert last["eval/accuracy"] >= base["eval/accuracy"] + 0.1
     assert rows and all(row["rewards"]["correctness"] == row["rewards"]["steps_reward"] == 1 for row in rows)
