@@ -171,7 +171,7 @@ def test_leaks_nothing_over_many_requests():
             objects = gc.get_objects()
             kept.append((len(objects), sum(each.numel() for each in objects if isinstance(each, torch.Tensor))))
     (before, elements), (after, elements_after) = kept
-    assert elements_after == elements and after < before + 100
+    assert elements_after <= elements and after < before + 100  # other tests' garbage may go meanwhile
 
 
 def test_requests_that_arrive_one_by_one_draw_together():
