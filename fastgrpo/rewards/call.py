@@ -393,7 +393,8 @@ class Judging:
     """Judges groups of completions as they finish, if other processes can, and gathers those of all ranks.
 
     A reward function in this process gets the completions of its own rank in one call. One in another process may be
-    called steps before the completions are trained on. Its `global_step` is `step`, or None for that of the state.
+    called before the training step of the completions. `step` is the `global_step` that it gets; None means the current
+    step of the state.
     """
 
     def __init__(

@@ -649,7 +649,7 @@ class RolloutEngine(RolloutBackend):
         return min(running.limit, running.length(self.steps) + steps)
 
     def _grow(self, tokens):
-        """Map memory for the first tokens of lanes, if need be that of free lanes. Return whether it sufficed."""
+        """Map memory for `tokens` of each lane, if needed from free lanes. Return whether there was enough."""
         pages, idle = self.slots.pages, []
         counts = {lane: -(-count * self.slots.token_bytes // pages.page) for lane, count in tokens.items()}
         missing = sum(max(0, count - len(pages.held[lane])) for lane, count in counts.items())

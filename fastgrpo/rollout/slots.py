@@ -175,8 +175,9 @@ def growing(
     def geometry(lanes):
         prompts = min(len(requests), lanes, PROMPTS_A_GROUP * -(-lanes // new.group))
         pages = (budget - prompts * new.longest_prompt * token_bytes) // page
-        fits = pages >= max(lanes * share, new.group * full + lanes - new.group)
-        return replace(new, lanes=lanes, prompts=prompts, pages=min(pages, lanes * full)) if fits else None
+        if pages < max(lanes * share, new.group * full + lanes - new.group):
+            return None
+        return replace(new, lanes=lanes, prompts=prompts, pages=min(pages, lanes * full))
 
     best = next(filter(None, map(geometry, range(most, fits, -1))), new)
     if old is None or not old.pages or old.group != new.group or not all(old.holds(*each) for each in requests):

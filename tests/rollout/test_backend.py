@@ -12,7 +12,7 @@ from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 
 
-def test_requests_are_queued_again_after_a_failure(backend, monkeypatch):
+def test_a_failure_queues_requests_again_and_an_update_leaves_no_state(backend, monkeypatch):
     model = tiny.model()
     rollouts, sampling = backend(model, max_num_seqs=4), SamplingParams(max_tokens=5, seed=3)
     expected = backend(model, max_num_seqs=4).generate(PROMPTS[:3], 2, sampling)
@@ -27,6 +27,11 @@ def test_requests_are_queued_again_after_a_failure(backend, monkeypatch):
     assert len(seen) == len(expected)
     if isinstance(rollouts, RolloutEngine):
         assert seen == ids_of(expected)
+    greedy = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=(1,))
+    before = ids_of(rollouts.generate(PROMPTS, 2, greedy))
+    tiny.stir(model)
+    found, fresh = (ids_of(each.generate(PROMPTS, 2, greedy)) for each in (rollouts, backend(model)))
+    assert found == fresh != before and model.config._attn_implementation != "fastgrpo"  # outside it attends as before
 
 
 def test_reports_progress_as_shares_of_the_work(backend):

@@ -57,6 +57,8 @@ def test_openai(server):
         chunks = [each.choices[0] for each in chunks]
         assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content
         assert chunks[-1].finish_reason == whole.finish_reason
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(prompt="a" * 3000, **greedy)
 
 
 def test_lm_eval(server, folder, tmp_path):
