@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -13,19 +12,9 @@ import zipfile
 import pytest
 import tiny
 import torch
-import yaml
 from paths import ROOT
 
-import fastgrpo
-
 TOP = ("setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "constraints.txt")
-
-
-def test_the_notes_of_a_release_name_the_version():
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == fastgrpo.__version__ and citation["license"] == "Apache-2.0"
-    sections = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert sections[0] == fastgrpo.__version__
 
 
 @pytest.fixture(scope="module")
