@@ -27,14 +27,16 @@ class VLLMServer:
     Args:
         model: A folder in the format of transformers.
         max_model_len: Maximum number of tokens of a prompt and its completion.
+        options: More options of the server.
         environment: Additional environment variables.
     """
 
-    def __init__(self, model: str | Path, max_model_len: int = 512, **environment: str):
+    def __init__(self, model: str | Path, max_model_len: int = 512, options: str = "", **environment: str):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *OPTIONS.split()]
-        self.command = [*map(str, command), "--max-model-len", str(max_model_len), "--port", str(port)]
+        command += [*options.split(), "--max-model-len", max_model_len, "--port", port]
+        self.command = [*map(str, command)]
         self.url, self.environment = f"http://127.0.0.1:{port}", os.environ | ENVIRONMENT | environment
         self.start()
 
@@ -46,5 +48,6 @@ class VLLMServer:
 
     def kill(self) -> None:
         """Kill all processes of the server."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()

@@ -77,7 +77,7 @@ def wrap_lora(
 
 def _is_linear(module):
     """Return whether a module is a product. Subclasses of torch.nn.Linear, such as routers, may be something else."""
-    return type(module) in (torch.nn.Linear, Conv1D) or hasattr(module, "dequantized")
+    return type(module) in (torch.nn.Linear, Conv1D) or is_quantized(module)
 
 
 def _check_peft() -> None:
@@ -158,10 +158,15 @@ def adapter_of(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, floa
     return layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"]
 
 
+def is_quantized(layer: torch.nn.Module) -> bool:
+    """Return whether the weight of a layer has 4 bits."""
+    return hasattr(layer, "dequantized")
+
+
 def dense_weight(layer: torch.nn.Module) -> torch.Tensor:
     """Return the weight W of a layer without its adapter; 4 bits are dequantized."""
     base = base_layer(layer)
-    return base.dequantized() if hasattr(base, "dequantized") else base.weight.detach()
+    return base.dequantized() if is_quantized(base) else base.weight.detach()
 
 
 @torch.no_grad()
@@ -180,7 +185,7 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     """Copy a policy with adapters into an ordinary model, on the CPU, with weights W + alpha / r B A."""
 
     def changes(module):
-        return hasattr(module, "lora_A") or hasattr(module, "dequantized")  # 4 bits, with or without an adapter
+        return hasattr(module, "lora_A") or is_quantized(module)
 
     layers = [name for name, it in model.named_modules() if changes(it) and not name.endswith(".base_layer")]
     weights = {id(value): value.to("cpu", copy=True) for value in model.parameters()}
@@ -191,7 +196,7 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     plain = copy.deepcopy(model, memo).cpu()  # deepcopy takes the parameters from the memo
     for name in layers:
         layer = base_layer(plain.get_submodule(name))
-        plain.set_submodule(name, layer.dense(layer.weight) if hasattr(layer, "dequantized") else layer)
+        plain.set_submodule(name, layer.dense(layer.weight) if is_quantized(layer) else layer)
     plain.delete_adapter("default")
     return plain
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from fastgrpo.data.records import Sample
+from fastgrpo.policy.lora import adapter_of
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, score
 from fastgrpo.ranks import ALONE, Ranks
@@ -20,6 +21,7 @@ TOKENS = 48
 # Largest mean difference of log-probs in nats, by the dtype of the weights.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 CLEAR = 4.0  # a smaller difference counts too if it exceeds the first one by this factor, and ...
+MARK = 0.1  # added to or subtracted from alpha / r B of adapters
 PART = 0.1  # ... this share of what the update changed
 ENOUGH = 256  # in 16 bits, with fewer drawn tokens the tolerance grows as 1/sqrt(tokens), like the error of a mean
 SHOWS = 0.01  # an update changes some bits of a sampler if it changes the policy by this share of the first difference
@@ -44,23 +46,31 @@ class Probe:
         return before is None or not torch.equal(before, self.logps)
 
     @contextmanager
-    def marked(self) -> Iterator[None]:
-        """Negate the embeddings and the head of the tokens for a while, so that any other weights fail the `check`.
+    def marked(self, adapters: bool = False) -> Iterator[None]:
+        """Change weights for a while, so that any other weights fail the `check`.
 
-        Without this, weights that differ less than the tolerance would pass the first check, as after a resumption.
+        They are the embeddings and the head of the tokens, which are negated, or only the adapters. Without this,
+        weights that differ less than the tolerance would pass the first check, as after a resumption.
         """
-        module, rows = self.policy.module, torch.tensor(self.ids).unique()
-        embeddings = {
-            id(it.weight): it.weight for it in (module.get_input_embeddings(), module.get_output_embeddings())
-        }
-        kept = [weight[rows] for weight in embeddings.values()]
+        module = self.policy.module
+        if adapters:
+            rows, signs = slice(None), torch.Generator().manual_seed(0)
+            found = [adapter for adapter in map(adapter_of, module.modules()) if adapter]
+            marked = {id(up): (up, up + _signs(up, signs) * (MARK / scale)) for _, up, scale in found}
+        else:
+            rows, layers = (
+                torch.tensor(self.ids).unique(),
+                (module.get_input_embeddings(), module.get_output_embeddings()),
+            )
+            marked = {id(layer.weight): (layer.weight, -layer.weight[rows]) for layer in layers}
+        kept = [weight[rows].clone() for weight, _ in marked.values()]
         try:
-            for weight, own in zip(embeddings.values(), kept, strict=True):
-                weight[rows] = -own
+            for weight, changed in marked.values():
+                weight[rows] = changed
             self.update()
             yield
         finally:
-            for weight, own in zip(embeddings.values(), kept, strict=True):
+            for (weight, _), own in zip(marked.values(), kept, strict=True):
                 weight[rows] = own
             self.update()
 
@@ -90,6 +100,11 @@ class Probe:
             f"{given[0]:.6f} there, and {self.logps[0]:.6f} here. Check that the server runs in the dtype of the "
             "policy, with the command in docs/serving.md, and restart it"
         )
+
+
+def _signs(up, generator):
+    """Return 1 or -1 for each output [F, 1] of a matrix B [F, r]."""
+    return (torch.randint(2, (len(up), 1), generator=generator) * 2 - 1).to(up)
 
 
 def _mean(one, other):

@@ -5,7 +5,9 @@ the server with the fewest completions. A server that fails, or generates no tok
 requests are sent to other servers. It is retried before the next rollout, or when no other server is left.
 
 Before a rollout, if the policy has changed, rank 0 writes its weights to a new folder, which every server loads. A
-`Probe` then compares the log-probs of each server with the policy's. Each rank sends its own requests.
+`Probe` then compares the log-probs of each server with the policy's. Each rank sends its own requests. If the policy
+has LoRA adapters and the servers can load adapters, only these are sent, under a new name for each version; a request
+that is in flight keeps its adapters. Servers with `--weight-transfer-config` get the weights over NCCL.
 
 If requests of asynchronous rollouts are in flight, a server gets no new ones until it has loaded the weights. By
 `staleness_policy`, it first ends those in flight ("wait"), or pauses them and goes on with the new weights
@@ -21,11 +23,13 @@ import asyncio
 import logging
 import random
 import resource
+import secrets
 import shutil
 import tempfile
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
@@ -39,11 +43,12 @@ from transformers.utils import logging as transformers_logging
 
 from fastgrpo.config.validation import NO_FILTERS
 from fastgrpo.data.records import Sample, StopReason
-from fastgrpo.policy.lora import has_adapters, merged
+from fastgrpo.policy.lora import has_adapters, is_quantized, merged
 from fastgrpo.policy.model import Policy
 from fastgrpo.ranks import ALONE, Ranks, together
 from fastgrpo.rollout.backend import RolloutBackend
 from fastgrpo.rollout.hf import Lane
+from fastgrpo.rollout.nccl import in_thread, nccl_sender
 from fastgrpo.rollout.probe import TOLERANCE, Probe
 
 logger = logging.getLogger(__name__)
@@ -80,6 +85,8 @@ class Server:
         loading: Whether it is loading weights, and gets no requests.
         paused: Whether it draws nothing meanwhile.
         problem: Why it is left out, or None.
+        using: Number of requests to each version of the adapters.
+        send: Sends the weights over NCCL.
         tokens: The counters of its tokens when last read.
         asked, read, moved: When they were last asked for, last read, and last found changed.
     """
@@ -93,6 +100,8 @@ class Server:
     loading: bool = False
     paused: bool = False
     problem: str | None = "not tried"
+    using: Counter[str] = field(default_factory=Counter)
+    send: Callable[[], None] | None = None
     tokens: list[str] = field(default_factory=list)
     asked: float = 0.0
     read: float = 0.0
@@ -118,17 +127,20 @@ class Server:
         finally:
             sending.cancel()
         if reply.is_success:
-            return reply.json() if reply.content else None
+            is_json = reply.content and "json" in reply.headers.get("content-type", "")
+            return reply.json() if is_json else None
         if reply.status_code >= 500:
             await self._check_health()
+        if reply.status_code == 404 and "model" in body:  # it was started again, without the adapters
+            raise ServerFailed(f"{route}: {reply.text[:500]}")
         raise Refused(
             f"the vLLM server {self.url} refused {route} with code {reply.status_code}: {reply.text[:500]}; "
             "docs/serving.md has the command that starts a server"
         )
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-prob of each token but the first. `call` has the errors."""
-        model = (await self.call("GET", "/v1/models"))["data"][0]["id"]
+    async def score(self, ids: Sequence[int], model: str | None = None) -> list[float]:
+        """Return the log-prob of each token but the first, with the named adapters. `call` has the errors."""
+        model = model or (await self.call("GET", "/v1/models"))["data"][0]["id"]
         body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         scored = (await self.call("POST", SCORE, **body))["choices"][0]["prompt_logprobs"]
         return [entry[str(token)]["logprob"] for token, entry in zip(ids[1:], scored[1:], strict=True)]
@@ -213,7 +225,8 @@ class VLLMBackend(RolloutBackend):
         if wrong := [url for url in base_urls if not url.startswith(("http://", "https://"))]:
             raise ValueError(f"vllm_server_base_url={wrong[0]!r} must begin with http:// or https://")
         self.timeout, self.probe = timeout, Probe(self.policy)
-        self.weights_dir, self.folder, self.written = weights_dir, None, 0  # the folder of rank 0, and of its weights
+        self.weights_dir, self.folder = weights_dir, None  # the folder of rank 0 for all weights
+        self.name, self.written = f"fastgrpo-{secrets.token_hex(4)}", 0
         self.version = self.path = None  # name and folder of the newest weights
         self.staleness_policy, self.step_now = staleness_policy, 0
         self.steps = {}  # name of weights -> number of steps that they were trained
@@ -232,15 +245,23 @@ class VLLMBackend(RolloutBackend):
         self.reviving, self.changed = asyncio.Lock(), asyncio.Event()
         self.renewing = asyncio.Lock()  # held while a server is revived, and while new weights are written
         self.drawing, self.idle, self.idle_since = 0, 0.0, time.monotonic()  # requests at servers; seconds without
-        self._wait(self._until_timeout(self._inspect, *self.servers))
+        info, module = self._wait(self._until_timeout(self._inspect, *self.servers)), self.policy.module
+        options, variables = info["vllm_config"], info["vllm_env"]
+        # Whether only the adapters are sent. The servers' base does not equal one in 4 bits.
+        self.adapters = has_adapters(module) and not any(map(is_quantized, module.modules()))
+        self.adapters &= bool(options["lora_config"] and variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"])
+        transfer = options["weight_transfer_config"] or {}
+        self.nccl = transfer.get("backend") == "nccl" and not has_adapters(module)
 
     @classmethod
     def from_config(cls, policy: Policy, config: Any, reserved: Callable[[], int] | None = None) -> "VLLMBackend":
         """Create the backend from settings."""
-        return cls(
+        made = cls(
             policy, config.max_num_seqs, base_urls=config.vllm_server_base_url, timeout=config.vllm_server_timeout,
             weights_dir=config.vllm_weights_dir, staleness_policy=getattr(config, "staleness_policy", "wait"),
         )  # fmt: skip
+        made.nccl &= not getattr(config, "max_staleness", 0)  # the weights may change while they are sent
+        return made
 
     def _wait(self, work: Awaitable) -> Any:
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -328,18 +349,19 @@ class VLLMBackend(RolloutBackend):
         count = body["sampling_params"]["n"]
         for _ in range(TRIES + len(self.servers)):
             server = await self._choose()
-            expected = {server.version}
+            version = server.version
             server.completions += count
+            server.using[version] += 1
             self._count(1)
             try:
                 # Keys and values of other weights stay in the server's prefix cache.
-                choices = (await server.call("POST", GENERATE, None, **body, cache_salt=server.version))["choices"]
-                versions = {part["version"] for choice in choices for part in choice["weight_versions"]}
-                if self.staleness_policy == "continue":
-                    await self._until(lambda server=server: not server.loading)
-                    expected = server.proven
-                if not versions <= expected:  # it was started again, or the probe failed
-                    raise ServerFailed(f"it drew with the weights {versions}, not {expected}")
+                given = body | {"cache_salt": version} | ({"model": version} if self.adapters else {})
+                choices = (await server.call("POST", GENERATE, None, **given))["choices"]
+                if self.adapters:
+                    for choice in choices:
+                        choice["weight_versions"] = [{"version": version, "start": 0, "end": len(choice["token_ids"])}]
+                else:
+                    await self._check_versions(server, choices, version)
                 self._check_lengths(server, choices, body["sampling_params"])
                 return sorted(choices, key=lambda choice: choice["index"])
             except (ServerFailed, Refused) as error:
@@ -349,6 +371,7 @@ class VLLMBackend(RolloutBackend):
                 self._leave_out(server, error)
             finally:
                 server.completions -= count
+                server.using[version] -= 1
                 self._count(-1)
                 self.changed.set()
         raise ConnectionError(f"servers failed again and again at the same request; the last one: {server.problem}")
@@ -371,6 +394,15 @@ class VLLMBackend(RolloutBackend):
             return seconds
 
         return values | {"sampler/idle_s": self._wait(idle())}
+
+    async def _check_versions(self, server, choices, version):
+        """Refuse completions of other weights: the server was started again, or the probe failed."""
+        expected, versions = {version}, {part["version"] for choice in choices for part in choice["weight_versions"]}
+        if self.staleness_policy == "continue":
+            await self._until(lambda: not server.loading)
+            expected = server.proven
+        if not versions <= expected:
+            raise ServerFailed(f"it drew with the weights {versions}, not {expected}")
 
     @staticmethod
     def _check_lengths(server, choices, sampling):
@@ -414,6 +446,7 @@ class VLLMBackend(RolloutBackend):
                 f"the vLLM server {server.url} has logprobs_mode={mode}; start it with --logprobs-mode "
                 "processed_logprobs, so that it returns log-probs after the temperature"
             )
+        return info
 
     def _leave_out(self, server, error):
         if server.problem is None:
@@ -452,13 +485,17 @@ class VLLMBackend(RolloutBackend):
 
         While requests are in flight, this returns before the servers have loaded the weights.
         """
+        if self.nccl and ranks.size > 1:
+            raise ValueError(
+                "weights go over NCCL only from a single process; start the servers without --weight-transfer-config"
+            )
         with self._no_revival():
             self._end_loading()
             changed, self.step_now = self.probe.update(), self.step_now if step is None else step
 
             def published():
                 if self.version is None:  # the first load has to show that loads have an effect
-                    with self.probe.marked():
+                    with self.probe.marked(self.adapters):
                         self._publish(True)
                 return self._publish(changed)
 
@@ -492,25 +529,40 @@ class VLLMBackend(RolloutBackend):
     def _publish(self, changed):
         """Write the weights, if they have changed, and let the servers load them."""
         if changed:
-            self.folder = self.folder or tempfile.TemporaryDirectory(prefix="fastgrpo-", dir=self.weights_dir)
-            root, module, before = Path(self.folder.name), self.policy.module, self.path
-            root.chmod(0o755)  # the servers may run as another user
             self.written += 1
-            self.version, self.path = f"{root.name}-{self.written}", str(root / str(self.written))
+            self.version = f"{self.name}-{self.written}"
             self.steps[self.version] = self.step_now
-            if has_adapters(module):
-                merged(module).save_pretrained(self.path)
-            else:
-                module.save_pretrained(self.path, state_dict=dict(self.policy.whole_parameters()))
-            if before is not None:
-                shutil.rmtree(before, ignore_errors=True)
+            if not self.nccl:
+                self._write()
         chosen = [server for server in self.servers if changed or server.problem is None]
         for server in chosen:  # at once, so that no request is sent to the old weights before a load begins
             server.loading = server.version != self.version
+        if changed and self.folder:
+            needed = {self.version, *(self._wait(self._used()) if self.adapters else ())}
+            for path in Path(self.folder.name).iterdir():
+                if path.name not in needed:
+                    shutil.rmtree(path, ignore_errors=True)
         self.loading = asyncio.run_coroutine_threadsafe(self._load_all(chosen), self.loop)
         if not self.flying:
             self._end_loading()
         return self.version, self.path, [server.problem for server in self.servers]
+
+    def _write(self):
+        """Write the newest adapters or weights to a new folder."""
+        self.folder = self.folder or tempfile.TemporaryDirectory(prefix="fastgrpo-", dir=self.weights_dir)
+        root, module = Path(self.folder.name), self.policy.module
+        root.chmod(0o755)  # the servers may run as another user
+        self.path = str(root / self.version)
+        if self.adapters:
+            module.save_pretrained(self.path, state_dict=self.policy.state_dict())
+        elif has_adapters(module):
+            merged(module).save_pretrained(self.path)
+        else:
+            module.save_pretrained(self.path, state_dict=dict(self.policy.whole_parameters()))
+
+    async def _used(self):
+        """Return the names of adapters that requests use, and that vLLM may read again."""
+        return {name for server in self.servers for name, count in server.using.items() if count}
 
     def _end_loading(self):
         """Wait until the servers have loaded the last weights."""
@@ -542,17 +594,23 @@ class VLLMBackend(RolloutBackend):
     async def _replace_weights(self, server):
         """End or pause what a server draws, let it load the newest weights, and compare log-probs."""
         pausing = self.staleness_policy == "continue" and server.completions > 0
-        if not pausing:
+        if not (pausing or self.adapters):
             await self._until(lambda: server.completions == 0)
         await self._inspect(server)
         if server.version is None:  # an earlier run may have left it paused
             await server.call("POST", "/resume", PATIENCE)
+        if self.adapters:
+            await self._add_adapters(server)
+            return
         proven, server.proven = server.proven, set()  # if the load fails, its weights may differ from their name
         server.paused = pausing
         try:
             if pausing:
                 await server.call("POST", "/pause?mode=keep")
-            await server.call("POST", "/collective_rpc", method="load_policy", args=[self.path])
+            if self.nccl:
+                await self._send_weights(server)
+            else:
+                await server.call("POST", "/collective_rpc", method="load_policy", args=[self.path])
             await server.call("POST", "/update_weight_version", new_version=self.version)
         finally:
             server.paused, server.moved = False, time.monotonic()
@@ -560,3 +618,40 @@ class VLLMBackend(RolloutBackend):
                 await server.call("POST", "/resume")
         self.probe.check(await server.score(self.probe.ids), f"the vLLM server {server.url}")
         server.proven = proven | {self.version}
+
+    async def _send_weights(self, server):
+        """Send the weights over NCCL."""
+        workers = (await server.call("GET", "/get_world_size", PATIENCE))["world_size"]
+
+        def send():
+            if server.version is None or server.send is None:
+                server.send = nccl_sender(self.policy, server.url, workers, LONGEST)
+            server.send()
+
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(in_thread(send)), LONGEST)
+        except (OSError, RuntimeError, TimeoutError) as error:
+            raise ConnectionError(
+                f"the weights did not reach the vLLM server {server.url} over NCCL ({type(error).__name__}: {error}); "
+                "start the server again, and resume the run"
+            ) from error
+
+    async def _add_adapters(self, server):
+        """Let a server load the newest adapters, compare log-probs, and unload adapters without requests."""
+
+        async def held():
+            return {model["id"] for model in (await server.call("GET", "/v1/models"))["data"]}
+
+        mine = await held() & server.proven
+        for name in [name for name in mine if name != self.version and not server.using[name]]:
+            await server.call("POST", "/v1/unload_lora_adapter", lora_name=name)
+            server.proven.remove(name)
+        try:
+            if self.version not in await held():
+                await server.call("POST", "/v1/load_lora_adapter", lora_name=self.version, lora_path=self.path)
+        except Refused:
+            if self.version not in await held():  # no other rank has loaded it either
+                raise
+        scored = await server.score(self.probe.ids, self.version)
+        self.probe.check(scored, f"the vLLM server {server.url}")
+        server.proven.add(self.version)

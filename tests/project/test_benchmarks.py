@@ -1,4 +1,4 @@
-"""Benchmarks measure correctly, and contestants cannot affect each other; all of them run at a small size (slow)."""
+"""Benchmarks measure correctly, and all of them run at a small size (slow)."""
 
 import json
 import os
@@ -13,7 +13,6 @@ from paths import ROOT
 
 from benchmarks import first_gpu, report
 from benchmarks.compare import append, compare, rows_of
-from benchmarks.contestants import Contestant, Failed, contest, taking_part
 from benchmarks.harness import at_least
 from benchmarks.race import __main__ as race
 from benchmarks.race.trainers import VARIANTS
@@ -67,26 +66,6 @@ def test_results_become_tables_of_their_newest_run(tmp_path, capsys):
     assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text and "9.00" not in text
     assert "| tiny | fastgrpo | 2.00 (1.00 to 3.00) | 1.00 | 3 |" in text
     assert "| tiny | peer | 5.00 (1.00 to 3.00) | 2.50 | 3 |" in text and "Missing: absent (not installed)" in text
-
-
-@pytest.mark.slow
-def test_contestants_do_not_reach_one_another(monkeypatch):
-    """One replaces a function of torch in its own process; what fails is missing by name, unless it is ours."""
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests' / 'support'}")
-    names = "fastgrpo", "patches", "dies", "cannot be made", "trl, second round", "fastgrpo, raises"
-    contestants = [Contestant(name, "planted_contestants:entry", "cpu", variant=name) for name in names]
-    with taking_part(contestants):
-        found = contest(contestants[:-1], 2, {"absent": "not installed"})
-        with pytest.raises(Failed, match="OSError: no memory"):
-            contest(contestants[-1:], 1)
-    assert found.results.keys() == {"fastgrpo", "patches"}
-    assert found.values == {"fastgrpo": [{"sum": 10.0}] * 3, "patches": [{"sum": -1.0}] * 3}
-    assert found.missing == {
-        "absent": "not installed", "dies": "failed: its process ended with code 3",
-        "cannot be made": "failed: ImportError: no package", "trl, second round": "failed: OSError: no memory",
-    }  # fmt: skip
-    # A kernel that its self-check distrusts is an error: plain PyTorch is not measured under our name.
-    assert found.about["fastgrpo"] == {"name": "fastgrpo", "self-check": "raise"}
 
 
 def test_no_part_of_first_gpu_measures_plain_pytorch_under_the_name_of_a_kernel():

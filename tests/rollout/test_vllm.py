@@ -2,11 +2,13 @@
 
 import copy
 import gc
+import sys
 import threading
 import time
 from concurrent.futures import wait
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -15,9 +17,11 @@ from dialogues import Scripted
 from drawing import PROMPTS, finish, ids_of
 from fake_vllm import FakeVLLM
 from runs import lines, make_trainer
+from transformers import AutoModelForCausalLM
 from updates import asynchronous, mixed_samples, rising
 
 from fastgrpo.check import main as check
+from fastgrpo.policy.lora import add_lora
 from fastgrpo.rollout import vllm
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
@@ -25,6 +29,7 @@ from fastgrpo.rollout.vllm import VLLMBackend
 from fastgrpo.trainer.ahead import Ahead
 
 STOPS, SHORT = (1, 2, 3), SamplingParams(max_tokens=4)
+LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
 
 
 @pytest.fixture
@@ -64,6 +69,22 @@ def send_weights(backend, model, begun=None):
     mixed_samples({0: (old, []), 1: (model, finish(backend)[0])}, 1, 1e-5)
 
 
+def nccl(monkeypatch, server):
+    """Replace vLLM's classes that send weights. Return the arguments of each group."""
+    groups = []
+
+    def trainer_init(group, client, source):
+        groups.append(group)
+        return SimpleNamespace(send_weights=lambda: server.model.load_state_dict(source.state_dict()))
+
+    classes = SimpleNamespace(HTTPVLLMWeightSyncClient=lambda url, timeout: url, ModuleSource=lambda module: module)
+    classes.NCCLTrainerInitInfo = lambda *given, rank: given
+    classes.NCCLTrainerWeightTransferEngine = SimpleNamespace(trainer_init=trainer_init)
+    for name in ("", ".nccl_engine"):
+        monkeypatch.setitem(sys.modules, f"vllm.distributed.weight_transfer{name}", classes)
+    return groups
+
+
 def write(model, factor=1.01):
     with torch.no_grad():
         for parameter in model.parameters():
@@ -92,54 +113,67 @@ def test_draws_depend_on_seed_and_prompt_and_not_on_the_servers(serve):
 
 
 @pytest.mark.usefixtures("without_curves")
-@pytest.mark.parametrize("how", [{}, {"use_peft": True, "lora_target_modules": "all-linear"}], ids=["full", "lora"])
-def test_training_draws_with_the_weights_of_each_step(serve, tmp_path, how):
-    (server,) = serve()
-    how |= {"max_steps": 3, "learning_rate": 1e-2, "rollout_backend": "vllm", "vllm_server_base_url": server.url}
-    make_trainer(tmp_path, rising, **how).train()
+@pytest.mark.parametrize("kind", ["full", "nccl", "merged", "adapters"])
+def test_training_draws_with_the_weights_of_each_step(serve, tmp_path, kind, monkeypatch):
+    (server,) = serve(loras={} if kind == "adapters" else None, transfer=kind)
+    groups = nccl(monkeypatch, server)
+    how = {"max_steps": 3, "learning_rate": 1e-2, "rollout_backend": "vllm", "vllm_server_base_url": server.url}
+    trainer = make_trainer(tmp_path, rising, **how, **(LORA if kind in ("merged", "adapters") else {}))
+    base = kind in ("nccl", "adapters") and AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    server.model = base or server.model
+    trainer.train()
+    assert [(given[0], given[2]) for given in groups] == [("127.0.0.1", 3)] * (kind == "nccl")
     steps = [row for row in lines(tmp_path / "run") if "sampler/kl" in row]
     assert len(steps) == 3 and all(row["sampler/logp_gap_max"] < 1e-4 and row["sampler/kl"] < 1e-8 for row in steps)
-    assert server.weights.endswith("-4")
+    assert (server.weights if server.loras is None else "".join(server.loras)).endswith("-4")
 
 
 @pytest.mark.usefixtures("without_curves")
-@pytest.mark.parametrize("staleness_policy", ["wait", "continue"])
-def test_each_token_has_the_log_prob_and_the_version_of_the_weights_that_drew_it(serve, tmp_path, staleness_policy):
-    """Servers draw up to two steps ahead. A completion in flight ends before they load new weights, or goes on."""
-    (server,), trained = serve(), {}
+@pytest.mark.parametrize("policy", ["wait", "continue", "adapters"])
+def test_each_token_has_the_log_prob_and_the_version_of_the_weights_that_drew_it(serve, tmp_path, policy):
+    """A completion in flight ends before servers load new weights, goes on with them, or keeps its adapters."""
+    lora, trained, busy = policy == "adapters", {}, []
+    (server,) = serve(loras={} if lora else None)
+    load = server.load_lora_adapter
 
     def between():
         deadline = time.monotonic() + 30
-        while 0 in trained and server.weights.endswith("-2") and time.monotonic() < deadline:
+        while 0 in trained and max(server.loras or [server.weights])[-1] == "2" and time.monotonic() < deadline:
             time.sleep(0.01)  # until the weights of the second step arrive
 
-    server.between = between if staleness_policy == "continue" else server.between
-    asynchronous(tmp_path, server.url, trained, staleness_policy=staleness_policy, max_num_seqs=16).train()
-    assert bool(mixed_samples(trained, 2, 1e-5)) == (staleness_policy == "continue")
+    server.between = between if policy != "wait" else server.between
+    server.load_lora_adapter = lambda **given: busy.append(server.lock.locked()) or load(**given)
+    how = LORA if lora else {"staleness_policy": policy}
+    trainer = asynchronous(tmp_path, server.url, trained, max_num_seqs=16, **how)
+    server.model = AutoModelForCausalLM.from_pretrained(tmp_path / "model") if lora else server.model
+    trainer.train()
+    assert bool(mixed_samples(trained, 2, 1e-5)) == (policy == "continue")
+    assert any(busy) == lora and len(server.loras or ()) <= 3
     steps = [row for row in lines(tmp_path / "run") if "sampler/kl" in row]
     assert steps[1]["sampler/version_min"] == 0 and all(row["sampler/idle_s"] >= 0 for row in steps)
     assert all(sum(row[f"sampler/staleness_{age}"] for age in range(3)) == pytest.approx(1) for row in steps)
 
 
 @pytest.mark.usefixtures("without_curves")
-@pytest.mark.parametrize("finished", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_kills_neither_repeat_nor_lose_prompts_of_asynchronous_rollouts(serve, tmp_path, finished):
+@pytest.mark.parametrize("finished, steps", [(True, 5), pytest.param(False, 11, marks=pytest.mark.slow)])
+def test_kills_neither_repeat_nor_lose_prompts_of_asynchronous_rollouts(serve, tmp_path, finished, steps):
     """Each step trains on the rows of a run without kills. What had finished at a checkpoint is not drawn again."""
     (server,), whole, parts, drawn = serve(), {}, {}, []
-    asynchronous(tmp_path, server.url, whole, "whole").train()
+    asynchronous(tmp_path, server.url, whole, "whole", max_steps=steps).train()
 
     def failing(trainer_state, completions, **columns):
-        if trainer_state.global_step == len(drawn) < 5:
+        if trainer_state.global_step == len(drawn) < steps:
             raise RuntimeError("killed")
         return rising(completions)
 
-    for kill in range(1, 6):
+    for kill in range(1, steps + 1):
         drawn.append(server.drawn)
-        trainer = asynchronous(tmp_path, server.url, parts, "parts", failing, resume_from_checkpoint="auto")
+        how = {"resume_from_checkpoint": "auto", "max_steps": steps}
+        trainer = asynchronous(tmp_path, server.url, parts, "parts", failing, **how)
         if finished:
             save = trainer._save
             trainer._save = lambda step, trainer=trainer, save=save: (trainer.ahead.settle(), save(step))
-        if kill < 5:
+        if kill < steps:
             with pytest.raises(ValueError, match="killed"):
                 trainer.train()
         else:
@@ -147,7 +181,7 @@ def test_kills_neither_repeat_nor_lose_prompts_of_asynchronous_rollouts(serve, t
     prompts = [
         {step: [sample.prompt for sample in samples] for step, (_, samples) in run.items()} for run in (whole, parts)
     ]
-    assert prompts[0] == prompts[1] and len(whole) == 5
+    assert prompts[0] == prompts[1] and len(whole) == steps
     if finished:
         assert server.drawn - drawn[0] <= (5 + 4) * 16  # a kill loses the batch that was begun in its step
 
@@ -188,15 +222,17 @@ def test_a_server_with_old_weights_stops_the_run_before_it_trains(serve, tmp_pat
     trainer.log.close()
 
 
-@pytest.mark.parametrize("fault", ["no load", "old head"])
+@pytest.mark.parametrize("fault", ["no load", "old head", "no adapters"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_server_that_keeps_other_weights_fails_the_first_probe(serve, dtype, fault):
     """Also where they are so close that the tolerance would let them pass, as after a resumption."""
-    (server,), model = serve(), tiny.model("smollm3-like").to(dtype)
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    lora, model = fault == "no adapters", tiny.model("smollm3-like").to(dtype)
+    (server,) = serve(loras={} if lora else None)
     server.model = copy.deepcopy(model)
-    write(server.model)
-    server.faults.add(fault)
+    model = add_lora(model, target_modules=["all-linear"]) if lora else model
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    write(server.model, 1.0 if lora else 1.01)
+    server.faults.add("no load" if lora else fault)
     with pytest.raises(ValueError, match="does not have the policy's weights"):
         backend_of([server], model).generate(PROMPTS, 1, SHORT)
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
@@ -250,6 +286,25 @@ def test_requests_of_a_server_that_fails_go_to_another_one(serve, fault, monkeyp
     again = ids_of(backend.generate(PROMPTS, 2, sampling))
     assert again == ids_of(backend_of(serve(), model).generate(PROMPTS, 2, sampling)) and failing.drawn > drawn
     assert failing.weights == other.weights
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_request_that_fails_is_drawn_again_with_the_same_adapters(serve, lost):
+    """Other requests keep them meanwhile. The server has lost them if it was started again."""
+    (server,), model, sampling = serve(loras={}), tiny.model("smollm3-like"), SamplingParams(max_tokens=4, seed=4)
+    server.model = copy.deepcopy(model)
+    backend = backend_of([server], add_lora(model, target_modules=["all-linear"]))
+    expected = ids_of(backend.generate(PROMPTS, 2, sampling))
+
+    def fail(_):
+        server.before = lambda _: None
+        if not lost:
+            raise SystemExit  # of the thread, which drops the connection
+        server.loras.clear()
+
+    server.before = fail
+    assert ids_of(backend.generate(PROMPTS, 2, sampling)) == expected and len(server.loras) == 1
 
 
 def test_a_completion_that_the_server_cuts_is_an_error(serve):

@@ -81,13 +81,18 @@ def test_training_goes_on_when_the_server_is_killed_within_a_step(server, model,
 
 
 @pytest.mark.usefixtures("without_curves")
-@pytest.mark.parametrize("staleness_policy", ["wait", "continue"])
-def test_tokens_of_asynchronous_rollouts_have_the_version_of_their_weights(server, model, tmp_path, staleness_policy):
+@pytest.mark.parametrize("policy", ["wait", "continue", "adapters"])
+def test_tokens_of_asynchronous_rollouts_have_the_version_of_their_weights(request, server, model, tmp_path, policy):
     trained = {}
     how = {"model": model, "prompts_per_step": 2, "max_completion_length": 48, "learning_rate": 1e-5, "save_steps": 5}
-    how |= {"vllm_server_timeout": 1800, "staleness_policy": staleness_policy}
+    how |= {"vllm_server_timeout": 1800, "staleness_policy": "continue" if policy == "continue" else "wait"}
+    if policy == "adapters":
+        server.kill()  # two servers are too large for a small machine
+        server = VLLMServer(model, options="--enable-lora --max-loras 3", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+        request.addfinalizer(server.kill)
+        how |= {"use_peft": True, "lora_target_modules": "all-linear", "learning_rate": 1e-3}
     asynchronous(tmp_path, server.url, trained, **how).train()
     mixed = mixed_samples(trained, 2, 1e-3, mixed_too=False)  # vLLM keeps the keys and values of earlier tokens
-    assert staleness_policy == "continue" or not mixed
+    assert policy == "continue" or not mixed
     rows = [row for row in lines(tmp_path / "run") if "sampler/kl" in row]
     assert len(rows) == 5 and min(row["sampler/version_min"] - step for step, row in enumerate(rows)) == -2

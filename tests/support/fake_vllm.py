@@ -1,13 +1,19 @@
 """A small server that answers as vLLM 0.32 does, with faults."""
 
+import copy
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 LOADING = threading.Lock()  # transformers loads in one thread at a time
+
+
+class Status(Exception):
+    """The status of a refusal."""
 
 
 class FakeVLLM:
@@ -16,12 +22,13 @@ class FakeVLLM:
         "cut" (after 2 tokens), "dead" (drops connections), "silent" (never answers) and "hung" (counts no tokens).
     drawn: Number of completions that it drew.
     looks: How often its counters were read.
+    loras, transfer: With --enable-lora, its adapters by name; the backend of its --weight-transfer-config.
     """
 
-    def __init__(self, model=None, version="0.32.0", logprobs_mode="processed_logprobs"):
+    def __init__(self, model=None, version="0.32.0", logprobs_mode="processed_logprobs", loras=None, transfer=None):
         self.model, self.version, self.mode, self.weights = model, version, logprobs_mode, "default"
         self.faults, self.drawn, self.lock, self.released = set(), 0, threading.Lock(), threading.Event()
-        self.looks = 0
+        self.looks, self.loras, self.transfer = 0, loras, transfer
         self.going, self.between = threading.Event(), lambda: None  # called between two tokens of a completion
         self.going.set()
         self.before = lambda body: None  # called with each request for completions
@@ -44,11 +51,22 @@ class FakeVLLM:
         if "no load" not in self.faults:
             self.model = model
 
-    @torch.no_grad()
-    def logps(self, ids, temperature):
-        return (self.model(torch.tensor([ids])).logits[0] / temperature).log_softmax(-1)
+    def load_lora_adapter(self, lora_name, lora_path):
+        if lora_name in self.loras:
+            raise Status(400)
+        with LOADING:
+            model = PeftModel.from_pretrained(copy.deepcopy(self.model), lora_path)
+        self.loras[lora_name] = self.model if "no load" in self.faults else model
+        return "Success"
 
-    def generate(self, token_ids, sampling_params, cache_salt=None):
+    @torch.no_grad()
+    def logps(self, ids, temperature, model="policy"):
+        if model not in ("policy", *(self.loras or ())):
+            raise Status(404)
+        module = self.model if model == "policy" else self.loras[model]
+        return (module(torch.tensor([ids])).logits[0] / temperature).log_softmax(-1)
+
+    def generate(self, token_ids, sampling_params, cache_salt=None, model="policy"):
         p, choices = sampling_params, []
         assert p["temperature"] > 0 or p["n"] == 1
         for index in range(p["n"]):
@@ -58,7 +76,7 @@ class FakeVLLM:
                 if content:
                     self.between()
                 self.going.wait(30)
-                logps, at = self.logps(ids, p["temperature"] or 1.0)[-1], len(content)
+                logps, at = self.logps(ids, p["temperature"] or 1.0, model)[-1], len(content)
                 versions.append({"version": self.weights, "start": at, "end": at + 1})
                 chosen = torch.multinomial(logps.exp(), 1, generator=generator) if p["temperature"] else logps.argmax()
                 ids.append(chosen.item())
@@ -74,9 +92,20 @@ class FakeVLLM:
         if route == "/version":
             return {"version": self.version}
         if route.startswith("/server_info"):
-            return {"vllm_config": {"model_config": {"logprobs_mode": self.mode}}}
+            options = {
+                "lora_config": self.loras is not None or None,
+                "weight_transfer_config": {"backend": self.transfer},
+            }
+            options["model_config"] = {"logprobs_mode": self.mode}
+            return {"vllm_config": options, "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": self.loras is not None}}
+        if route == "/get_world_size":
+            return {"world_size": 2}
         if route == "/collective_rpc":
             return getattr(self, body["method"])(*body["args"])
+        if route == "/v1/load_lora_adapter":
+            return self.load_lora_adapter(**body)
+        if route == "/v1/unload_lora_adapter":
+            return f"Success: {self.loras.pop(body['lora_name'])}"
         if route == "/update_weight_version":
             self.weights = body["new_version"]
             return {"success": True}
@@ -87,13 +116,13 @@ class FakeVLLM:
         if route in ("/pause?mode=keep", "/resume"):
             return (self.going.set if route == "/resume" else self.going.clear)()
         if route == "/v1/models":
-            return {"data": [{"id": "policy"}]}
+            return {"data": [{"id": name} for name in ("policy", *(self.loras or ()))]}
         if route == "/metrics":
             self.looks += 1
             return f"# HELP\nvllm:generation_tokens_total{{engine='0'}} {0 if 'hung' in self.faults else self.looks}.0"
         if route == "/v1/completions":
             assert self.going.is_set(), "the server is paused"
-            ids, logps = body["prompt"], self.logps(body["prompt"], body["temperature"])
+            ids, logps = body["prompt"], self.logps(body["prompt"], body["temperature"], body["model"])
             scored = [{str(token): {"logprob": logps[i, token].item()}} for i, token in enumerate(ids[1:])]
             return {"choices": [{"prompt_logprobs": [None, *scored]}]}
         assert route == "/health"
@@ -108,7 +137,8 @@ class Handler(BaseHTTPRequestHandler):
         try:
             reply, code = self.fake.answer(self.path, body), 200
         except Exception as error:
-            reply, code = {"error": {"message": str(error)}}, 500
+            code = error.args[0] if isinstance(error, Status) else 500
+            reply = {"error": {"message": str(error)}}
         if "silent" in self.fake.faults:
             self.fake.released.wait()
         if self.fake.faults & {"dead", "silent"}:
@@ -117,6 +147,7 @@ class Handler(BaseHTTPRequestHandler):
         data = b"" if reply is None else (reply if isinstance(reply, str) else json.dumps(reply)).encode()
         self.send_response(code)
         self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Type", "text/plain" if isinstance(reply, str) else "application/json")
         self.end_headers()
         self.wfile.write(data)
 
