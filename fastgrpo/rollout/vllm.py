@@ -6,8 +6,8 @@ requests are sent to other servers. It is retried before the next rollout, or wh
 
 Before a rollout, if the policy has changed, rank 0 writes its weights to a new folder, which every server loads. A
 `Probe` then compares the log-probs of each server with the policy's. Each rank sends its own requests. If the policy
-has LoRA adapters and the servers can load adapters, only these are sent, under a new name for each version; a request
-that is in flight keeps its adapters. Servers with `--weight-transfer-config` get the weights over NCCL.
+has LoRA adapters and the servers can load adapters, only these are sent, under a new name for each version. Servers
+with `--weight-transfer-config` get the weights over NCCL.
 
 If requests of asynchronous rollouts are in flight, a server gets no new ones until it has loaded the weights. By
 `staleness_policy`, it first ends those in flight ("wait"), or pauses them and goes on with the new weights
@@ -29,7 +29,6 @@ import tempfile
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
@@ -85,7 +84,6 @@ class Server:
         loading: Whether it is loading weights, and gets no requests.
         paused: Whether it draws nothing meanwhile.
         problem: Why it is left out, or None.
-        using: Number of requests to each version of the adapters.
         send: Sends the weights over NCCL.
         tokens: The counters of its tokens when last read.
         asked, read, moved: When they were last asked for, last read, and last found changed.
@@ -100,7 +98,6 @@ class Server:
     loading: bool = False
     paused: bool = False
     problem: str | None = "not tried"
-    using: Counter[str] = field(default_factory=Counter)
     send: Callable[[], None] | None = None
     tokens: list[str] = field(default_factory=list)
     asked: float = 0.0
@@ -351,7 +348,6 @@ class VLLMBackend(RolloutBackend):
             server = await self._choose()
             version = server.version
             server.completions += count
-            server.using[version] += 1
             self._count(1)
             try:
                 # Keys and values of other weights stay in the server's prefix cache.
@@ -371,7 +367,6 @@ class VLLMBackend(RolloutBackend):
                 self._leave_out(server, error)
             finally:
                 server.completions -= count
-                server.using[version] -= 1
                 self._count(-1)
                 self.changed.set()
         raise ConnectionError(f"servers failed again and again at the same request; the last one: {server.problem}")
@@ -538,9 +533,8 @@ class VLLMBackend(RolloutBackend):
         for server in chosen:  # at once, so that no request is sent to the old weights before a load begins
             server.loading = server.version != self.version
         if changed and self.folder:
-            needed = {self.version, *(self._wait(self._used()) if self.adapters else ())}
             for path in Path(self.folder.name).iterdir():
-                if path.name not in needed:
+                if path.name != self.version:
                     shutil.rmtree(path, ignore_errors=True)
         self.loading = asyncio.run_coroutine_threadsafe(self._load_all(chosen), self.loop)
         if not self.flying:
@@ -559,10 +553,6 @@ class VLLMBackend(RolloutBackend):
             merged(module).save_pretrained(self.path)
         else:
             module.save_pretrained(self.path, state_dict=dict(self.policy.whole_parameters()))
-
-    async def _used(self):
-        """Return the names of adapters that requests use, and that vLLM may read again."""
-        return {name for server in self.servers for name, count in server.using.items() if count}
 
     def _end_loading(self):
         """Wait until the servers have loaded the last weights."""
@@ -593,8 +583,9 @@ class VLLMBackend(RolloutBackend):
 
     async def _replace_weights(self, server):
         """End or pause what a server draws, let it load the newest weights, and compare log-probs."""
-        pausing = self.staleness_policy == "continue" and server.completions > 0
-        if not (pausing or self.adapters):
+        # vLLM 0.32 on a CPU fails if it scores with adapters while it generates.
+        pausing = self.staleness_policy == "continue" and server.completions > 0 and not self.adapters
+        if not pausing:
             await self._until(lambda: server.completions == 0)
         await self._inspect(server)
         if server.version is None:  # an earlier run may have left it paused
@@ -637,15 +628,13 @@ class VLLMBackend(RolloutBackend):
             ) from error
 
     async def _add_adapters(self, server):
-        """Let a server load the newest adapters, compare log-probs, and unload adapters without requests."""
+        """Let a server load the newest adapters, and unload older ones. Compare log-probs."""
 
         async def held():
             return {model["id"] for model in (await server.call("GET", "/v1/models"))["data"]}
 
-        mine = await held() & server.proven
-        for name in [name for name in mine if name != self.version and not server.using[name]]:
+        for name in await held() & server.proven - {self.version}:
             await server.call("POST", "/v1/unload_lora_adapter", lora_name=name)
-            server.proven.remove(name)
         try:
             if self.version not in await held():
                 await server.call("POST", "/v1/load_lora_adapter", lora_name=self.version, lora_path=self.path)

@@ -88,7 +88,7 @@ def test_tokens_of_asynchronous_rollouts_have_the_version_of_their_weights(reque
     how |= {"vllm_server_timeout": 1800, "staleness_policy": "continue" if policy == "continue" else "wait"}
     if policy == "adapters":
         server.kill()  # two servers are too large for a small machine
-        server = VLLMServer(model, options="--enable-lora --max-loras 3", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+        server = VLLMServer(model, options="--enable-lora", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
         request.addfinalizer(server.kill)
         how |= {"use_peft": True, "lora_target_modules": "all-linear", "learning_rate": 1e-3}
     asynchronous(tmp_path, server.url, trained, **how).train()
