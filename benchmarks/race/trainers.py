@@ -2,7 +2,7 @@
 
 An entry has two calls: the variant's name trains one step, and "save" writes the weights to a file, for the measurement
 of the accuracy. All trainers start from the same model, draw in fp32, and train on the completions of an update
-as one batch.
+as one batch. A process imports only its own trainer, because the peak memory includes packages.
 """
 
 import json
@@ -11,17 +11,16 @@ from collections.abc import Callable
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_model
-from trl.trainer import grpo_trainer
 
-from benchmarks import stepwise
 from benchmarks.contestants import Entry
 from benchmarks.harness import CUDA, DEVICE
 from benchmarks.race.tasks import TASKS, RaceTask
-from fastgrpo import GRPOConfig, GRPOTrainer
-from fastgrpo.integrations.trl import patch
+
+if TYPE_CHECKING:
+    from fastgrpo import GRPOTrainer
 
 WEIGHTS = "weights.safetensors"
 TRL = {  # variant -> settings of TRL besides those of the task
@@ -34,8 +33,10 @@ VARIANTS = ("fastgrpo", *TRL)
 
 def our_trainer(
     race: RaceTask, path: str, rows: list[dict[str, Any]], rollout: Callable[..., Any] | None = None, **settings: Any
-) -> GRPOTrainer:
+) -> "GRPOTrainer":
     """Create fastgrpo's trainer. If a function makes the rollouts, it also gives the rewards."""
+    from fastgrpo import GRPOConfig, GRPOTrainer
+
     config = GRPOConfig(
         prompts_per_step=race.prompts,
         device=DEVICE,
@@ -51,6 +52,8 @@ def our_trainer(
 
 def trl_settings(variant: str, race: RaceTask, updates: int = 1) -> dict[str, Any]:
     """Return the tools and settings of TRL's trainer for this many updates per rollout."""
+    from trl.trainer import grpo_trainer
+
     if race.tools:  # TRL refuses templates of calls without the names of arguments
         grpo_trainer.supports_tool_calling = lambda processing_class: True
     return {
@@ -68,7 +71,11 @@ def trl_settings(variant: str, race: RaceTask, updates: int = 1) -> dict[str, An
 
 def adapt(variant: str) -> Callable[[Any], Any] | None:
     """Return the function that changes TRL's trainer."""
-    return patch if variant == "TRL, loss of fastgrpo" else None
+    if variant != "TRL, loss of fastgrpo":
+        return None
+    from fastgrpo.integrations.trl import patch
+
+    return patch
 
 
 def entry(variant: str, task: str, path: str, folder: str, seed: int) -> Entry:
@@ -79,6 +86,8 @@ def entry(variant: str, task: str, path: str, folder: str, seed: int) -> Entry:
         trainer = our_trainer(race, path, rows, max_steps=race.steps, updates_per_rollout=race.updates, **how)
         step = trainer.step
     else:
+        from benchmarks import stepwise
+
         settings = trl_settings(variant, race, race.updates) | how | {"max_steps": race.steps * race.updates}
         update, trainer = stepwise.trl_trainer(path, race.rewards, rows, adapt=adapt(variant), **settings)
 
@@ -122,6 +131,8 @@ def first_step(variant: str, task: str, path: str, folder: str, seed: int, draws
         if variant == "fastgrpo":
             values = our_trainer(race, path, rows, rollout, **how).step()
         else:
+            from benchmarks import stepwise
+
             trainer = stepwise.make_trl(
                 path, race.rewards, rows, adapt(variant), logging_steps=1, **trl_settings(variant, race), **how
             )
