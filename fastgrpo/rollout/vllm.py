@@ -241,6 +241,7 @@ class VLLMBackend(RolloutBackend):
         weakref.finalize(self, _end, self.loop, [server.client for server in self.servers])
         self.reviving, self.changed = asyncio.Lock(), asyncio.Event()
         self.renewing = asyncio.Lock()  # held while a server is revived, and while new weights are written
+        self.choosing = 0  # requests that wait for a server
         self.drawing, self.idle, self.idle_since = 0, 0.0, time.monotonic()  # requests at servers; seconds without
         info, module = self._wait(self._until_timeout(self._inspect, *self.servers)), self.policy.module
         options, variables = info["vllm_config"], info["vllm_env"]
@@ -457,9 +458,6 @@ class VLLMBackend(RolloutBackend):
     async def _choose(self):
         """Return the server with the fewest completions. If all are loading or left out, wait for one."""
 
-        def free():
-            return [server for server in self.servers if not (server.problem or server.loading)]
-
         def left_out():
             return all(server.problem and not server.loading for server in self.servers)
 
@@ -468,11 +466,21 @@ class VLLMBackend(RolloutBackend):
                 if left_out():
                     await self._load(server)
 
-        while not free():
-            await self._until(lambda: free() or left_out())
-            async with self.reviving:
-                await self._until_timeout(revive, *self.servers)
-        return min(free(), key=lambda server: server.completions)
+        self.choosing += 1
+        try:
+            while not self._free():
+                await self._until(lambda: self._free() or left_out())
+                if left_out():  # a revival waits until a `sync` ends, which waits for the requests of free servers
+                    async with self.reviving:
+                        await self._until_timeout(revive, *self.servers)
+        finally:
+            self.choosing -= 1
+            self.changed.set()
+        return min(self._free(), key=lambda server: server.completions)
+
+    def _free(self):
+        """Return the servers that get requests."""
+        return [server for server in self.servers if not (server.problem or server.loading)]
 
     @torch.no_grad()
     def sync(self, ranks: Ranks = ALONE, step: int | None = None) -> None:
@@ -486,6 +494,8 @@ class VLLMBackend(RolloutBackend):
             )
         with self._no_revival():
             self._end_loading()
+            # Requests that waited for the last weights are sent first. Otherwise, they would wait for these too.
+            self._wait(self._until(lambda: not (self.choosing and self._free())))
             changed, self.step_now = self.probe.update(), self.step_now if step is None else step
 
             def published():

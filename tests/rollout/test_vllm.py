@@ -141,8 +141,9 @@ def test_each_token_has_the_log_prob_and_the_version_of_the_weights_that_drew_it
             time.sleep(0.01)  # until the weights of the second step arrive
 
     server.between = between if policy == "continue" else server.between
-    how = LORA if lora else {"staleness_policy": policy}
-    trainer = asynchronous(tmp_path, server.url, trained, max_num_seqs=16, **how)
+    how = dict(LORA) if lora else {"staleness_policy": policy}
+    how["max_num_seqs"] = 16 if policy == "continue" else None
+    trainer = asynchronous(tmp_path, server.url, trained, **how)
     server.model = AutoModelForCausalLM.from_pretrained(tmp_path / "model") if lora else server.model
     trainer.train()
     assert bool(mixed_samples(trained, 2, 1e-5)) == (policy == "continue")
@@ -150,6 +151,8 @@ def test_each_token_has_the_log_prob_and_the_version_of_the_weights_that_drew_it
     steps = [row for row in lines(tmp_path / "run") if "sampler/kl" in row]
     assert steps[1]["sampler/version_min"] == 0 and all(row["sampler/idle_s"] >= 0 for row in steps)
     assert all(sum(row[f"sampler/staleness_{age}"] for age in range(3)) == pytest.approx(1) for row in steps)
+    exact = [row[f"sampler/staleness_{min(step, 2)}"] == 1 for step, row in enumerate(steps)]
+    assert policy == "continue" or all(exact)  # however fast trainer and server are
 
 
 @pytest.mark.usefixtures("without_curves")
