@@ -17,6 +17,7 @@ from fastgrpo.policy.model import Policy
 def in_thread(work: Callable[[], None]) -> Future:
     """Run a function in a thread that does not keep the process alive: NCCL waits forever for a peer that is gone."""
     done = Future()
+    done.set_running_or_notify_cancel()
 
     def run():
         try:

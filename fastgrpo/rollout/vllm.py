@@ -31,7 +31,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,7 @@ class Server:
             return reply.json() if is_json else None
         if reply.status_code >= 500:
             await self._check_health()
-        if reply.status_code == 404 and "model" in body:  # it was started again, without the adapters
+        if reply.status_code == 404 and "does not exist" in reply.text:  # it was started again, without the adapters
             raise ServerFailed(f"{route}: {reply.text[:500]}")
         raise Refused(
             f"the vLLM server {self.url} refused {route} with code {reply.status_code}: {reply.text[:500]}; "
@@ -241,7 +241,7 @@ class VLLMBackend(RolloutBackend):
         weakref.finalize(self, _end, self.loop, [server.client for server in self.servers])
         self.reviving, self.changed = asyncio.Lock(), asyncio.Event()
         self.renewing = asyncio.Lock()  # held while a server is revived, and while new weights are written
-        self.choosing = 0  # requests that wait for a server
+        self.choosing = 0  # requests that wait until a server has loaded weights
         self.drawing, self.idle, self.idle_since = 0, 0.0, time.monotonic()  # requests at servers; seconds without
         info, module = self._wait(self._until_timeout(self._inspect, *self.servers)), self.policy.module
         options, variables = info["vllm_config"], info["vllm_env"]
@@ -466,17 +466,17 @@ class VLLMBackend(RolloutBackend):
                 if left_out():
                     await self._load(server)
 
-        self.choosing += 1
-        try:
-            while not self._free():
+        while not (free := self._free()):
+            self.choosing += 1
+            try:
                 await self._until(lambda: self._free() or left_out())
-                if left_out():  # a revival waits until a `sync` ends, which waits for the requests of free servers
-                    async with self.reviving:
-                        await self._until_timeout(revive, *self.servers)
-        finally:
-            self.choosing -= 1
-            self.changed.set()
-        return min(self._free(), key=lambda server: server.completions)
+            finally:
+                self.choosing -= 1  # not during a revival, which waits until a `sync` ends
+                self.changed.set()
+            if left_out():
+                async with self.reviving:
+                    await self._until_timeout(revive, *self.servers)
+        return min(free, key=lambda server: server.completions)
 
     def _free(self):
         """Return the servers that get requests."""
@@ -644,7 +644,8 @@ class VLLMBackend(RolloutBackend):
             return {model["id"] for model in (await server.call("GET", "/v1/models"))["data"]}
 
         for name in await held() & server.proven - {self.version}:
-            await server.call("POST", "/v1/unload_lora_adapter", lora_name=name)
+            with suppress(Refused):  # another rank was faster
+                await server.call("POST", "/v1/unload_lora_adapter", lora_name=name)
         try:
             if self.version not in await held():
                 await server.call("POST", "/v1/load_lora_adapter", lora_name=self.version, lora_path=self.path)

@@ -62,7 +62,7 @@ class FakeVLLM:
     @torch.no_grad()
     def logps(self, ids, temperature, model="policy"):
         if model not in ("policy", *(self.loras or ())):
-            raise Status(404)
+            raise Status(404, "does not exist")
         module = self.model if model == "policy" else self.loras[model]
         return (module(torch.tensor([ids])).logits[0] / temperature).log_softmax(-1)
 
