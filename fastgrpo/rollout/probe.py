@@ -58,10 +58,8 @@ class Probe:
             found = [adapter for adapter in map(adapter_of, module.modules()) if adapter]
             marked = {id(up): (up, up + _signs(up, signs) * (MARK / scale)) for _, up, scale in found}
         else:
-            rows, layers = (
-                torch.tensor(self.ids).unique(),
-                (module.get_input_embeddings(), module.get_output_embeddings()),
-            )
+            rows = torch.tensor(self.ids).unique()
+            layers = module.get_input_embeddings(), module.get_output_embeddings()
             marked = {id(layer.weight): (layer.weight, -layer.weight[rows]) for layer in layers}
         kept = [weight[rows].clone() for weight, _ in marked.values()]
         try:
