@@ -174,7 +174,7 @@ bench-gpu-engine: $(VENV)/.installed-bench
 race: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.race $(ARGS)
 
-# What only a GPU can tell, in 15 minutes: checks, tests, bars. Mail what it writes to benchmarks/results/.
+# What only a GPU can tell, in eight minutes: checks and bars. Mail what it writes to benchmarks/results/.
 first-gpu: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.first_gpu $(ARGS)
 

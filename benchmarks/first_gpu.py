@@ -1,12 +1,12 @@
-"""make first-gpu: all measurements that need a GPU, in one command of at most 15 minutes, to be mailed.
+"""make first-gpu: the measurements that need a GPU, in one command of at most eight minutes, to be mailed.
 
     python -m benchmarks.first_gpu [PART ...]
 
-Each part is a process with its own time limit, the most important ones first. A part that fails, is killed or times out
-loses only its own lines. The final table has the measured and the predicted value of every bar. Results are added to
-results/<gpu>.jsonl after each part. The table, and the last output of failed parts, go to results/<gpu>-first.txt.
-Without a GPU the exit code is 2. With FASTGRPO_BENCH_SMALL=1 the parts run at a tiny size on a CPU, have no time limit,
-and write nothing.
+Each part is a process with its own time limit, the most important ones first. The parts of `NAMED` run only if they are
+named. A part that fails, is killed or times out loses only its own lines. The final table has the measured and the
+predicted value of every bar. Results are added to results/<gpu>.jsonl after each part. The table, and the last output
+of failed parts, go to results/<gpu>-first.txt. Without a GPU the exit code is 2. With FASTGRPO_BENCH_SMALL=1 the parts
+run at a tiny size on a CPU, have no time limit, and write nothing.
 """
 
 import contextlib
@@ -42,14 +42,11 @@ from benchmarks.report import bar_table
 from fastgrpo.kernel_checks.runner import problem
 
 ROOT = Path(__file__).parent.parent
-SECONDS = math.inf if SMALL else 890  # time limit of all parts together
+SECONDS = math.inf if SMALL else 470  # time limit of all parts together
 LEAST = 5  # minimum seconds left to start a part
+NAMED = ("choices", "trl", "times", "sanitizer")
 TAIL = 3000  # characters kept of the output of a failed part
-SUMMARY = re.compile(r"^=+ .*\b(passed|failed|skipped|errors?)\b.* in [\d.]+s.* =+$", re.MULTILINE)  # end of a run
-STARTED_TEST = re.compile(r"^(tests/\S*?::.*?) *\Z", re.MULTILINE)  # pytest prints the name, then the verdict
 ROW_NAMES = ("benchmark", "model", "n", "d", "v", "case", "variant")  # key of a row within a part
-VERDICT = re.compile(r"^(tests/.*?::.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
-KERNEL_TESTS = ("tests/kernels/test_gpu.py", "tests/kernels/test_rollout_kernels_gpu.py")
 SANITIZER = "compute-sanitizer"
 SANITIZERS = ("/usr/local/cuda*/bin/compute-sanitizer", "/opt/cuda/bin/compute-sanitizer")
 
@@ -88,7 +85,6 @@ class Part(NamedTuple):
         bars: Names of its bars, which the table lists even if it fails.
         read: Parses the result of the command.
         variables: Environment variables.
-        reserved: Seconds that earlier parts must leave for it.
     """
 
     name: str
@@ -97,7 +93,6 @@ class Part(NamedTuple):
     bars: tuple[str, ...]
     read: Callable[[Ended], Found]
     variables: dict[str, str]
-    reserved: float = 0
 
 
 class Outcome(NamedTuple):
@@ -156,23 +151,6 @@ def read_json(ended: Ended) -> Found:
     return Found(list(rows.values()), bars, "; ".join(dict.fromkeys(notes.values())), machine)
 
 
-def read_tests(bar: str) -> Callable[[Ended], Found]:
-    """Return a parser of the output of pytest -v, complete or not, for the bar that no test may fail."""
-
-    def read(ended: Ended) -> Found:
-        verdicts = VERDICT.findall(ended.output)
-        by = {verdict: [name for name, v in verdicts if v == verdict] for _, verdict in verdicts}
-        bad = by.get("FAILED", []) + by.get("ERROR", [])
-        note = ", ".join(f"{len(names)} {verdict.lower()}" for verdict, names in by.items())
-        note += "".join(f"; {name}" for name in bad[:3])
-        note += "".join(f"; ended in {name}" for name in STARTED_TEST.findall(ended.output))
-        ran = len(bad) + len(by.get("PASSED", []))
-        all_ran = SUMMARY.search(ended.output) is not None and (bool(bad) or ended.problem is None)
-        return Found([], {bar: none_of(len(bad), all_ran)} if ran else {}, note)
-
-    return read
-
-
 def read_sanitizer(ended: Ended) -> Found:
     """Parse compute-sanitizer's count of errors."""
     counts = re.findall(r"ERROR SUMMARY: (\d+) error", ended.output)
@@ -184,22 +162,11 @@ def find_sanitizer() -> str | None:
     return shutil.which(SANITIZER) or next((path for pattern in SANITIZERS for path in sorted(glob(pattern))), None)
 
 
-def gpu_tests() -> list[str]:
-    """Return the files with tests for a GPU, because collecting all others takes a minute."""
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(path.relative_to(ROOT)) for path in files if re.search(r"\bmark\.gpu\b", path.read_text())]
-
-
 def parts() -> list[Part]:
     """Return the parts, the most important ones first."""
 
     def own(name: str, seconds: float, *bars: str, **variables: str) -> Part:
         return Part(name, (sys.executable, "-m", "benchmarks.first_parts", name), seconds, bars, read_json, variables)
-
-    def pytest(name: str, seconds: float, *arguments: str, reserved: float = 0) -> Part:
-        bar = f"tests that fail: {name}"
-        command = (sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu", *arguments)
-        return Part(name, command, seconds, (bar,), read_tests(bar), {}, reserved)
 
     head = ("time, of the bare products", "forward time, of one product", "time, of trl, 100% active",
             "time, of liger, 100% active", *(() if SMALL else ("peak memory, of the formula",)))  # fmt: skip
@@ -209,31 +176,28 @@ def parts() -> list[Part]:
     interpreted = {} if CUDA else {"TRITON_INTERPRET": "1"}
     return [
         own("versions", 60),  # the first process compiles the modules of a new environment
-        pytest("the same bits", 50, *KERNEL_TESTS, "-k", "anchor or same_bits"),
         own("check", 100, "kernels that fail their check"),
         own("head", 70, *(f"{size_name(shape)}: {bar}" for shape in HEAD_SHAPES for bar in head), **KERNELS_ONLY),
-        own("rollout", 130, *(() if SMALL else (f"{ROLLOUT_SIZE}: share of the bandwidth limit, {LAYERS}",)),
+        own("rollout", 90, *(() if SMALL else (f"{ROLLOUT_SIZE}: share of the bandwidth limit, {LAYERS}",)),
             f"{ROLLOUT_SIZE}: graphs, times without", **KERNELS_ONLY),
         own("decode", 60, *(f"{name}: tokens/s" for name in DECODE), **KERNELS_ONLY),
-        own("step", 240, f"{STEP_SIZE}: samples a second, times trl, {LAYERS}", **KERNELS_ONLY),
+        own("step", 140, f"{STEP_SIZE}: samples a second, times trl, {LAYERS}", **KERNELS_ONLY),
+        own("race", 80),
         own("choices", 45, *(f"{size_name(size)}: {bar}" for size in FLATTEN_SIZES for bar in flatten),
             **interpreted, **KERNELS_ONLY),
         own("trl", 150, *TRL_BARS, **KERNELS_ONLY),
-        own("race", 130),
         own("times", 45),
         # Without the caching allocator, the sanitizer detects accesses past the end of a tensor.
         Part("sanitizer", watched if sanitizer else None, 90, (f"errors of {SANITIZER}",), read_sanitizer,
              {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "FASTGRPO_SELF_CHECK": "0"}),
-        pytest("gpu", SECONDS, *gpu_tests(), reserved=120),
     ]  # fmt: skip
 
 
 def run_parts(chosen: Sequence[Part]) -> Iterator[Outcome]:
     """Run parts in order, within `SECONDS` for all of them, and yield the outcome of each as soon as it ends."""
-    end, reserved = time.monotonic() + SECONDS, sum(part.reserved for part in chosen)
+    end = time.monotonic() + SECONDS
     for part in chosen:
-        reserved -= part.reserved
-        left = end - time.monotonic() - reserved
+        left = end - time.monotonic()
         if part.command is None:
             yield Outcome(part, Found([], {}), f"{SANITIZER} is not here", "")
         elif left < LEAST:
@@ -260,7 +224,7 @@ def bar_rows(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def main(names: Sequence[str]) -> int:
-    """Run the named parts, or all.
+    """Run the named parts, or all but those of `NAMED`.
 
     Returns:
         The exit code: 0; 1 if a part failed or timed out; 2 if there is no GPU, or no part of this name.
@@ -275,7 +239,8 @@ def main(names: Sequence[str]) -> int:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
     lines, outputs, failed, machine = [], [], False, {}
-    for outcome in run_parts([known[name] for name in names] or list(known.values())):
+    chosen = names or [name for name in known if name not in NAMED]
+    for outcome in run_parts([known[name] for name in chosen]):
         part, found, why, output = outcome
         print(f"{part.name}: {why or 'done'}{'; ' + found.note if found.note else ''}", flush=True)
         machine |= found.machine or {}

@@ -41,7 +41,7 @@ ROUNDS = 2 if SMALL else 10
 SECONDS = 8  # time limit of the rounds of one shape
 FLATTEN_BAR = 1.01  # 1% is noise
 CHECK_SECONDS = 45  # time limit of one check, including the start of its process
-RACE_SECONDS = 25  # of training, for each trainer
+RACE_SECONDS = 15  # of training, for each trainer
 GRAPHS, *_, EAGER = bench_rollout.ENGINES
 
 

@@ -69,16 +69,8 @@ def test_results_become_tables_of_their_newest_run(tmp_path, capsys):
 
 
 def test_no_part_of_first_gpu_measures_plain_pytorch_under_the_name_of_a_kernel():
-    parts = first_gpu.parts()
-    level = {part.name: part.variables.get("FASTGRPO_SELF_CHECK") for part in parts}
+    level = {part.name: part.variables.get("FASTGRPO_SELF_CHECK") for part in first_gpu.parts()}
     assert {level[name] for name in ("head", "rollout", "step", "choices")} == {"raise"}
-    assert sum(part.reserved for part in parts) < first_gpu.SECONDS and parts[-1].reserved >= 30
-
-
-def test_tests_that_died_are_no_success():
-    read, told = first_gpu.read_tests("failing"), "tests/a.py::test_a PASSED\ntests/a.py::test_b "
-    assert read(first_gpu.Ended(told + "PASSED\n=== 2 passed in 1.0s ===", "", None)).bars["failing"]["met"]
-    assert not read(first_gpu.Ended(told, "", "killed by SIGABRT")).bars["failing"]["met"]
 
 
 def ran(*arguments):
@@ -121,8 +113,9 @@ def test_every_benchmark_runs_small_and_writes_nothing(tmp_path):
 @pytest.mark.slow
 def test_first_gpu_runs_small():
     """What needs no GPU is measured; the rest says why not."""
-    lines = table(ran("benchmarks.first_gpu"))[2:]
-    assert list(dict.fromkeys(name for name, *_ in lines)) == [part.name for part in first_gpu.parts()]
+    names = [part.name for part in first_gpu.parts()]
+    lines = table(ran("benchmarks.first_gpu", *names))[2:]
+    assert list(dict.fromkeys(name for name, *_ in lines)) == names
     for name in ("check", "head", "rollout", "choices"):
         values = [cells[1] for part, *cells in lines if part == name and not cells[0].endswith("active")]
         assert values and all(float(value) >= 0 for value in values)
