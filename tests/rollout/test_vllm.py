@@ -380,6 +380,23 @@ def test_a_server_that_comes_back_ends_the_wait(serve, monkeypatch):
     assert len(backend.generate(PROMPTS, 2, sampling)) == 8
 
 
+def test_new_weights_revive_a_server_while_a_request_waits_for_the_next_try(serve, monkeypatch):
+    (server,), model, tried, go = serve(), tiny.model("smollm3-like"), threading.Event(), threading.Event()
+    monkeypatch.setattr(vllm.asyncio, "sleep", lambda _: (tried.set(), vllm.asyncio.to_thread(go.wait, 30))[1])
+    backend = backend_of([server], model)
+    backend.sync()
+    server.faults.add("dead")
+    backend.add_request(PROMPTS[0], 2, SHORT)
+    backend.step(0)
+    assert tried.wait(30)
+    server.faults.clear()
+    write(model)
+    backend.sync()
+    backend.sync()
+    go.set()
+    assert len(finish(backend)[0]) == 2 and server.weights == backend.version
+
+
 @pytest.mark.parametrize("factor, code, told", [(1.0, 0, "No problems found"), (1.01, 2, "not have the policy's")])
 def test_check_compares_a_server_with_a_folder(serve, tmp_path, capsys, factor, code, told):
     folder, (server,) = tiny.save(tmp_path / "model"), serve()
