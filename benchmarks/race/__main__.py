@@ -1,9 +1,13 @@
-"""Run the race: python -m benchmarks.race [TASK ...]."""
+"""Run the race: python -m benchmarks.race [TASK ...] [--trainers NAME ...] [--seeds N ...].
 
+Rows are added to results.jsonl as they are measured. The table in docs/benchmarks.md and the picture of a task have the
+newest run of each trainer and seed. With `--draw`, both are made without a new run.
+"""
+
+import argparse
 import json
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -22,9 +26,12 @@ from benchmarks.harness import CUDA, DEVICE, SMALL
 from benchmarks.race.examiner import Examiner
 from benchmarks.race.tasks import TASKS
 from benchmarks.race.trainers import VARIANTS, WEIGHTS
+from benchmarks.report import fill, machine
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
+PAGE = HERE.parent.parent / "docs" / "benchmarks.md"
+DEVICE_NAME = torch.cuda.get_device_name() if CUDA else "cpu"
 AGREE = 1e-4  # largest relative difference of the trainers' first loss and gradient norm
 
 
@@ -33,8 +40,10 @@ def contestant_of(variant: str, function: str, **options: Any) -> Contestant:
     return Contestant(variant, f"benchmarks.race.trainers:{function}", DEVICE, variant=variant, **options)
 
 
-def first_steps(name: str, seed: int, path: Path, examiner: Examiner) -> dict[str, dict[str, float]]:
-    """Return loss and gradient norm of each trainer's first step on the same completions.
+def first_steps(
+    name: str, seed: int, path: Path, examiner: Examiner, trainers: Sequence[str]
+) -> dict[str, dict[str, float]]:
+    """Return loss and gradient norm of fastgrpo's and each trainer's first step on the same completions.
 
     Raises:
         ValueError: They differ by more than `AGREE`.
@@ -43,7 +52,7 @@ def first_steps(name: str, seed: int, path: Path, examiner: Examiner) -> dict[st
     with tempfile.TemporaryDirectory() as folder:
         draws = Path(folder) / "draws.json"
         draws.write_text(json.dumps(examiner.draws(TASKS[name], seed)))
-        for variant in VARIANTS:
+        for variant in dict.fromkeys(("fastgrpo", *trainers)):
             options = {"task": name, "path": str(path), "folder": folder, "seed": seed, "draws": str(draws)}
             with taking_part([contestant_of(variant, "first_step", **options)]) as (contestant,):
                 try:
@@ -97,23 +106,25 @@ def facts(name: str, variant: str, seed: int) -> dict[str, Any]:
     """Return what every row of a run has: the machine, the commit, versions, and the run itself."""
     (row,) = rows_of({}, {variant: ""}, benchmark="race")
     del row["missing"]
-    return row | {"task": name, "seed": seed, "device": torch.cuda.get_device_name() if CUDA else "cpu"}
+    return row | {"task": name, "seed": seed, "device": DEVICE_NAME}
 
 
-def race(name: str) -> Iterator[dict[str, Any]]:
-    """Run all contestants of a task in turns over the seeds, and yield a row per measurement.
+def race(name: str, trainers: Sequence[str], seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Run trainers on a task in turns over the seeds, and yield a row per measurement.
 
-    A contestant that reaches the task's time limit runs with one seed.
+    A trainer that reaches the task's time limit runs with one seed.
     """
-    slow = set()
-    for seed in range(1 if SMALL else TASKS[name].seeds):
+    slow, checked = set(), False
+    for seed in seeds:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model"
             TASKS[name].make_model(path, seed)
             examiner = Examiner(TASKS[name], path)
-            if seed == 0:
-                print(f"{name}, first step: {first_steps(name, seed, path, examiner)}")
-            for variant in VARIANTS[seed % len(VARIANTS) :] + VARIANTS[: seed % len(VARIANTS)]:
+            if not checked:
+                print(f"{name}, first step: {first_steps(name, seed, path, examiner, trainers)}")
+                checked = True
+            at = seed % len(trainers)
+            for variant in (*trainers[at:], *trainers[:at]):
                 if variant in slow:
                     continue
                 about = facts(name, variant, seed)
@@ -131,19 +142,39 @@ def seconds_to(rows: list[dict[str, Any]], target: float) -> float | None:
     return next((row["seconds"] for row in rows if row["accuracy"] >= target), None)
 
 
-def runs_of(rows: list[dict[str, Any]]) -> dict[str, list[list[dict[str, Any]]]]:
-    """Return the runs of each variant, one per seed, that reached their end."""
-    found = {}
+def newest(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the rows of the newest run of each trainer and seed that ended or failed, in the order of the trainers."""
+    begun, found = {}, {}
     for row in rows:
-        found.setdefault(row["variant"], {}).setdefault(row["seed"], []).append(row)
-    ended = {variant: [run for run in seeds.values() if run[-1].get("last")] for variant, seeds in found.items()}
-    return {variant: runs for variant, runs in ended.items() if runs}
+        key = VARIANTS.index(row["variant"]), row["seed"]
+        if "missing" in row:
+            found[key] = [row]
+            continue
+        if row["step"] == 0:
+            begun[key] = []
+        begun[key].append(row)
+        if row.get("last"):
+            found[key] = begun[key]
+    return [found[key] for key in sorted(found)]
+
+
+def runs_of(rows: list[dict[str, Any]]) -> dict[str, list[list[dict[str, Any]]]]:
+    """Return the newest runs of each trainer, one per seed, that ended."""
+    found = {}
+    for run in newest(rows):
+        if "missing" not in run[0]:
+            found.setdefault(run[0]["variant"], []).append(run)
+    return found
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Format the results of a task: for each contestant the medians over its seeds, and the worst final accuracy."""
-    target = TASKS[rows[0]["task"]].target
+    target, runs = TASKS[rows[0]["task"]].target, newest(rows)
+    commits, days = (", ".join(sorted({str(run[0][key])[:10] for run in runs})) for key in ("commit", "date"))
+    first = runs[0][0]
     lines = [
+        f"{machine(DEVICE_NAME, first)}, commit {commits}, torch {first['torch']}, TRL {first['trl']}, {days}.",
+        "",
         f"| trainer | seconds to {target:g} | s per step | final accuracy, worst | peak MiB |",
         "|---|---|---|---|---|",
     ]
@@ -159,7 +190,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{max(row['peak_mib'] for row in last)}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += [f"{row['variant']}, seed {row['seed']}: {row['missing']}" for row in rows if "missing" in row]
+    missing = [row for (row, *_) in newest(rows) if "missing" in row]
+    lines += ["", *(f"{row['variant']}, seed {row['seed']}: {row['missing']}" for row in missing)] if missing else []
     return "\n".join(lines)
 
 
@@ -180,21 +212,40 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def main(names: list[str]) -> None:
-    """Run the named tasks, or all, and print their tables. A run that is interrupted keeps what it has measured."""
-    for name in names or list(TASKS):
-        rows = []
+def show(name: str, rows: list[dict[str, Any]]) -> None:
+    """Print the table of a task. Write it to the docs, and draw the picture, except of a run at the small size."""
+    print(text := table(rows) if newest(rows) else f"{name}: nothing measured")
+    if runs_of(rows) and not SMALL:
+        draw(rows, HERE / f"race-{name}-{DEVICE}.png")
+        PAGE.write_text(fill(PAGE.read_text(), f"race-{name}-{DEVICE}", text))
+
+
+def results(name: str) -> list[dict[str, Any]]:
+    """Return the rows of a task on this device."""
+    rows = [] if SMALL or not RESULTS.exists() else map(json.loads, RESULTS.read_text().splitlines())
+    return [row for row in rows if (row["task"], row["device"]) == (name, DEVICE_NAME)]
+
+
+def main() -> None:
+    """Run the tasks, and show their results. A run that is interrupted keeps what it has measured."""
+    parser = argparse.ArgumentParser(description="Run the race.")
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"tasks (default: {', '.join(TASKS)})")
+    parser.add_argument("--trainers", nargs="+", metavar="NAME", help=f"trainers (default: {', '.join(VARIANTS)})")
+    parser.add_argument("--seeds", nargs="+", metavar="N", type=int, help="seeds (default: those of the task)")
+    parser.add_argument("--draw", action="store_true", help="only make the table and the picture again")
+    args = parser.parse_args()
+    for name in args.tasks or TASKS:
+        rows = results(name)
         try:
-            for row in race(name):
+            seeds = args.seeds or range(1 if SMALL else TASKS[name].seeds)
+            for row in () if args.draw else race(name, args.trainers or VARIANTS, seeds):
                 rows.append(row)
                 if not SMALL:
                     with RESULTS.open("a") as file:
                         file.write(json.dumps(row) + "\n")
         finally:
-            if runs_of(rows) and not SMALL:
-                draw(rows, HERE / f"race-{name}-{DEVICE}.png")
-            print(table(rows) if rows else f"{name}: nothing measured")
+            show(name, rows)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

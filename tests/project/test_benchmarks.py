@@ -121,15 +121,16 @@ def test_first_gpu_runs_small():
         assert values and all(float(value) >= 0 for value in values)
 
 
-def test_the_race_shows_only_runs_that_ended():
-    """The second run failed after a measurement, and the third was interrupted."""
-    first = {"task": "embedded", "step": 0, "seconds": 0.0, "accuracy": 0.5}
+def test_the_race_shows_the_newest_runs_that_ended():
+    """TRL's newest run failed after a measurement, and fastgrpo's was interrupted."""
+    about = {"task": "embedded", "seed": 0, "commit": "0abc", "date": "2026-11-27T05", "torch": "2", "trl": "1"}
+    first = about | {"step": 0, "seconds": 0.0, "accuracy": 0.5}
     last = first | {"step": 40, "seconds": 20.0, "accuracy": 0.96, "peak_mib": 900, "last": True}
-    runs = ("fastgrpo", [first, last]), ("TRL", [first, {"task": "embedded", "missing": "died"}]), ("other", [first])
-    rows = [row | {"variant": variant, "seed": 0} for variant, of in runs for row in of]
+    runs = ("fastgrpo", [first, last, first]), ("TRL", [first, last, first, about | {"missing": "died"}])
+    rows = [row | {"variant": variant} for variant, of in runs for row in of]
     text = race.table(rows)
     assert "| fastgrpo | 20 | 0.500 | 0.960, 0.960 | 900 |" in text and "TRL, seed 0: died" in text
-    assert text.count("\n") == 3 and list(race.runs_of(rows)) == ["fastgrpo"]
+    assert text.startswith("cpu, commit 0abc, torch 2") and list(race.runs_of(rows)) == ["fastgrpo"]
 
 
 @pytest.mark.parametrize("ends, steps", [(True, 10), (False, 30)])
