@@ -42,7 +42,6 @@ SECONDS = 8  # time limit of the rounds of one shape
 FLATTEN_BAR = 1.01  # 1% is noise
 CHECK_SECONDS = 45  # time limit of one check, including the start of its process
 RACE_SECONDS = 15  # of training, for each trainer
-GRAPHS, *_, EAGER = bench_rollout.ENGINES
 
 
 def tell(
@@ -142,21 +141,14 @@ def tell_contest(
 
 
 def time_rollout() -> None:
-    """Time rollouts with and without CUDA graphs."""
-    own = {"size": ROLLOUT_SIZE, "cases": ["equal"]}
+    """Time rollouts."""
 
     def judge(found: Contest) -> tuple[list[dict[str, Any]], dict[str, Bar]]:
         rows, bars = bench_rollout.judged(ROLLOUT_SIZE, found, ["equal"])
-        if f"equal/{EAGER}" in found.results:
-            graphs, eager = (found.results[f"equal/{name}"]["median_s"] for name in (GRAPHS, EAGER))
-            bars["graphs, times without"] = at_least(eager / graphs, 1.0)
         return rows, {f"{ROLLOUT_SIZE}: {name}": bar for name, bar in bars.items()}
 
-    graphs, eager = (
-        Contestant(name, "benchmarks.bench_rollout:engine_entry", DEVICE, engines=[engine], **own)
-        for name, engine in (("fastgrpo", GRAPHS), (EAGER, EAGER))
-    )
-    tell_contest([graphs, eager], {}, judge)
+    options = {"size": ROLLOUT_SIZE, "cases": ["equal"], "engines": [*bench_rollout.ENGINES][:1]}
+    tell_contest([Contestant("fastgrpo", "benchmarks.bench_rollout:engine_entry", DEVICE, **options)], {}, judge)
 
 
 def time_decode() -> None:

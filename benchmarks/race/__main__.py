@@ -1,8 +1,4 @@
-"""Run the race: python -m benchmarks.race [TASK ...] [--trainers NAME ...] [--seeds N ...].
-
-Rows are added to results.jsonl as they are measured. The table in docs/benchmarks.md and the picture of a task have the
-newest run of each trainer and seed. With `--draw`, both are made without a new run.
-"""
+"""Run the race: python -m benchmarks.race [TASK ...] [--trainers NAME ...] [--seeds N ...] | --draw."""
 
 import argparse
 import json
@@ -31,7 +27,7 @@ from benchmarks.report import fill, machine
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
 PAGE = HERE.parent.parent / "docs" / "benchmarks.md"
-DEVICE_NAME = torch.cuda.get_device_name() if CUDA else "cpu"
+SETUP = "device", "processor", "threads", "torch", "trl"  # fields that the runs of one table share
 AGREE = 1e-4  # largest relative difference of the trainers' first loss and gradient norm
 
 
@@ -106,7 +102,7 @@ def facts(name: str, variant: str, seed: int) -> dict[str, Any]:
     """Return what every row of a run has: the machine, the commit, versions, and the run itself."""
     (row,) = rows_of({}, {variant: ""}, benchmark="race")
     del row["missing"]
-    return row | {"task": name, "seed": seed, "device": DEVICE_NAME}
+    return row | {"task": name, "seed": seed, "device": torch.cuda.get_device_name() if CUDA else "cpu"}
 
 
 def race(name: str, trainers: Sequence[str], seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -142,10 +138,15 @@ def seconds_to(rows: list[dict[str, Any]], target: float) -> float | None:
     return next((row["seconds"] for row in rows if row["accuracy"] >= target), None)
 
 
-def newest(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the rows of the newest run of each trainer and seed that ended or failed, in the order of the trainers."""
+def newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of the newest run of each trainer and seed that ended or failed, sorted by trainer and seed.
+
+    All have the machine and versions of the last row.
+    """
     begun, found = {}, {}
     for row in rows:
+        if any(row[name] != rows[-1][name] for name in SETUP):
+            continue
         key = VARIANTS.index(row["variant"]), row["seed"]
         if "missing" in row:
             found[key] = [row]
@@ -155,28 +156,27 @@ def newest(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         begun[key].append(row)
         if row.get("last"):
             found[key] = begun[key]
-    return [found[key] for key in sorted(found)]
+    return [row for key in sorted(found) for row in found[key]]
 
 
 def runs_of(rows: list[dict[str, Any]]) -> dict[str, list[list[dict[str, Any]]]]:
-    """Return the newest runs of each trainer, one per seed, that ended."""
+    """Return the runs of each trainer that ended, one per seed."""
     found = {}
-    for run in newest(rows):
-        if "missing" not in run[0]:
-            found.setdefault(run[0]["variant"], []).append(run)
-    return found
+    for row in rows:
+        if "missing" not in row:
+            found.setdefault(row["variant"], {}).setdefault(row["seed"], []).append(row)
+    return {variant: [*seeds.values()] for variant, seeds in found.items()}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Format the results of a task: for each contestant the medians over its seeds, and the worst final accuracy."""
-    target, runs = TASKS[rows[0]["task"]].target, newest(rows)
-    commits, days = (", ".join(sorted({str(run[0][key])[:10] for run in runs})) for key in ("commit", "date"))
-    first = runs[0][0]
+    first, target = rows[0], TASKS[rows[0]["task"]].target
+    commits, days = (", ".join(sorted({row[key].split("T")[0] for row in rows})) for key in ("commit", "date"))
     lines = [
-        f"{machine(DEVICE_NAME, first)}, commit {commits}, torch {first['torch']}, TRL {first['trl']}, {days}.",
+        f"{machine(first['device'], first)}, commit {commits}, torch {first['torch']}, TRL {first['trl']}, {days}.",
         "",
-        f"| trainer | seconds to {target:g} | s per step | final accuracy, worst | peak MiB |",
-        "|---|---|---|---|---|",
+        f"| trainer | runs | seconds to {target:g} | s per step | final accuracy, worst | peak MiB |",
+        "|---|---|---|---|---|---|",
     ]
     for variant, runs in runs_of(rows).items():
         last = [run[-1] for run in runs]
@@ -184,13 +184,14 @@ def table(rows: list[dict[str, Any]]) -> str:
         time = f"{median_low(reached):.0f}" if reached else f"not in {max(row['seconds'] for row in last):.0f}"
         cells = [
             variant,
+            str(len(runs)),
             time + f" ({len(reached)} of {len(runs)} runs)" * (0 < len(reached) < len(runs)),
             f"{median_low(row['seconds'] / row['step'] for row in last):.3f}",
             f"{median_low(row['accuracy'] for row in last):.3f}, {min(row['accuracy'] for row in last):.3f}",
             f"{max(row['peak_mib'] for row in last)}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    missing = [row for (row, *_) in newest(rows) if "missing" in row]
+    missing = [row for row in rows if "missing" in row]
     lines += ["", *(f"{row['variant']}, seed {row['seed']}: {row['missing']}" for row in missing)] if missing else []
     return "\n".join(lines)
 
@@ -212,39 +213,54 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def show(name: str, rows: list[dict[str, Any]]) -> None:
-    """Print the table of a task. Write it to the docs, and draw the picture, except of a run at the small size."""
-    print(text := table(rows) if newest(rows) else f"{name}: nothing measured")
-    if runs_of(rows) and not SMALL:
-        draw(rows, HERE / f"race-{name}-{DEVICE}.png")
-        PAGE.write_text(fill(PAGE.read_text(), f"race-{name}-{DEVICE}", text))
-
-
 def results(name: str) -> list[dict[str, Any]]:
-    """Return the rows of a task on this device."""
-    rows = [] if SMALL or not RESULTS.exists() else map(json.loads, RESULTS.read_text().splitlines())
-    return [row for row in rows if (row["task"], row["device"]) == (name, DEVICE_NAME)]
+    """Return all rows of a task in the results file."""
+    rows = map(json.loads, RESULTS.read_text().splitlines()) if RESULTS.exists() else ()
+    return [row for row in rows if row["task"] == name]
+
+
+def publish(name: str) -> None:
+    """Make the picture of a task from the results file, and its table in the docs."""
+    if rows := newest(results(name)):
+        device = "cpu" if rows[0]["device"] == "cpu" else "cuda"
+        draw(rows, HERE / f"race-{name}-{device}.png")
+        text, marker = PAGE.read_text(), f"race-{name}-{device}"
+        if f"<!-- bench:{marker} -->" not in text:
+            raise SystemExit(f"{PAGE} has no table of this task; add <!-- bench:{marker} --> and <!-- /bench -->")
+        PAGE.write_text(fill(text, marker, table(rows)))
+
+
+def measure(name: str, trainers: Sequence[str], seeds: Sequence[int]) -> None:
+    """Run the race of a task, and print its table. A run that is interrupted keeps what it has measured."""
+    rows = []
+    try:
+        for row in race(name, trainers, seeds):
+            rows.append(row)
+            if not SMALL:
+                with RESULTS.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    finally:
+        print(table(ended) if (ended := newest(rows)) else f"{name}: nothing measured")
 
 
 def main() -> None:
-    """Run the tasks, and show their results. A run that is interrupted keeps what it has measured."""
-    parser = argparse.ArgumentParser(description="Run the race.")
+    """Run the race of each task, or publish the results."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.race", description="Run the race.")
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"tasks (default: {', '.join(TASKS)})")
-    parser.add_argument("--trainers", nargs="+", metavar="NAME", help=f"trainers (default: {', '.join(VARIANTS)})")
+    parser.add_argument(
+        "--trainers", nargs="+", metavar="NAME", choices=VARIANTS, default=VARIANTS,
+        help=f"trainers (default: {', '.join(map(repr, VARIANTS))})",
+    )  # fmt: skip
     parser.add_argument("--seeds", nargs="+", metavar="N", type=int, help="seeds (default: those of the task)")
-    parser.add_argument("--draw", action="store_true", help="only make the table and the picture again")
+    parser.add_argument("--draw", action="store_true", help="run nothing; make pictures and the tables in the docs")
     args = parser.parse_args()
+    if unknown := set(args.tasks) - {*TASKS}:
+        parser.error(f"there is no task {unknown.pop()!r}")
     for name in args.tasks or TASKS:
-        rows = results(name)
-        try:
-            seeds = args.seeds or range(1 if SMALL else TASKS[name].seeds)
-            for row in () if args.draw else race(name, args.trainers or VARIANTS, seeds):
-                rows.append(row)
-                if not SMALL:
-                    with RESULTS.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-        finally:
-            show(name, rows)
+        if args.draw:
+            publish(name)
+        else:
+            measure(name, args.trainers, args.seeds or range(1 if SMALL else TASKS[name].seeds))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from paths import ROOT
 from torch.distributed.run import get_args_parser
 
 from benchmarks import architectures, plans, predictions, report, scale
+from benchmarks.race import __main__ as race
 from fastgrpo import chat, distill, doctor, evaluate, serve, sft, train
 from fastgrpo import report as report_command
 from fastgrpo.config.page import from_trl, page
@@ -99,6 +100,8 @@ def test_tables_of_benchmarks_equal_the_results():
         made = {name: report.table(rows, file.stem) for name, rows in found.items()}
         made["summary"] = report.summary(found)
         tables |= {f"bench:{name}-{file.stem}": f"{table}\n" for name, table in made.items()}
+    raced = {name: rows for name in race.TASKS if (rows := race.newest(race.results(name)))}
+    tables |= {f"bench:race-{name}-cpu": race.table(rows) + "\n" for name, rows in raced.items()}
     found = {name: table for name, table in shown().items() if name not in ("scale", "plans")}
     assert found.keys() == tables.keys()
     assert [name for name in found if found[name] != tables[name]] == [], "these are stale"

@@ -28,6 +28,7 @@ from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.rollout.vllm import VLLMBackend
 from fastgrpo.trainer.ahead import Ahead
 
+pytestmark = pytest.mark.usefixtures("without_curves")
 STOPS, SHORT = (1, 2, 3), SamplingParams(max_tokens=4)
 LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
 
@@ -112,7 +113,6 @@ def test_draws_depend_on_seed_and_prompt_and_not_on_the_servers(serve):
     mixed_samples({0: (model, one)}, 0, 1e-5)
 
 
-@pytest.mark.usefixtures("without_curves")
 @pytest.mark.parametrize("kind", ["full", "nccl", "merged", "adapters"])
 def test_training_draws_with_the_weights_of_each_step(serve, tmp_path, kind, monkeypatch):
     (server,) = serve(loras={} if kind == "adapters" else None, transfer=kind)
@@ -128,7 +128,6 @@ def test_training_draws_with_the_weights_of_each_step(serve, tmp_path, kind, mon
     assert (server.weights if server.loras is None else "".join(server.loras)).endswith("-4")
 
 
-@pytest.mark.usefixtures("without_curves")
 @pytest.mark.parametrize("policy", ["wait", "continue", "adapters"])
 def test_each_token_has_the_log_prob_and_the_version_of_the_weights_that_drew_it(serve, tmp_path, policy):
     """A completion in flight ends before servers load new weights, goes on with them, or keeps its adapters."""
@@ -155,7 +154,6 @@ def test_each_token_has_the_log_prob_and_the_version_of_the_weights_that_drew_it
     assert policy == "continue" or all(exact)  # however fast trainer and server are
 
 
-@pytest.mark.usefixtures("without_curves")
 @pytest.mark.parametrize("finished, steps", [(True, 5), pytest.param(False, 11, marks=pytest.mark.slow)])
 def test_kills_neither_repeat_nor_lose_prompts_of_asynchronous_rollouts(serve, tmp_path, finished, steps):
     """Each step trains on the rows of a run without kills. What had finished at a checkpoint is not drawn again."""
@@ -174,20 +172,16 @@ def test_kills_neither_repeat_nor_lose_prompts_of_asynchronous_rollouts(serve, t
         if finished:
             save = trainer._save
             trainer._save = lambda step, trainer=trainer, save=save: (trainer.ahead.settle(), save(step))
-        if kill < steps:
-            with pytest.raises(ValueError, match="killed"):
-                trainer.train()
-        else:
+        with pytest.raises(ValueError, match="killed") if kill < steps else nullcontext():
             trainer.train()
-    prompts = [
-        {step: [sample.prompt for sample in samples] for step, (_, samples) in run.items()} for run in (whole, parts)
-    ]
-    assert prompts[0] == prompts[1] and len(whole) == steps
+    whole, parts = (
+        {step: [it.prompt for it in samples] for step, (_, samples) in run.items()} for run in (whole, parts)
+    )
+    assert whole == parts and len(whole) == steps
     if finished:
         assert server.drawn - drawn[0] <= (5 + 4) * 16  # a kill loses the batch that was begun in its step
 
 
-@pytest.mark.usefixtures("without_curves")
 def test_completions_of_other_rows_than_the_resumed_ones_are_drawn_again(serve, tmp_path):
     (server,), trained = serve(), {}
 
@@ -205,7 +199,6 @@ def test_completions_of_other_rows_than_the_resumed_ones_are_drawn_again(serve, 
     assert not mixed_samples(trained, 2, 1e-5)
 
 
-@pytest.mark.usefixtures("without_curves")
 @pytest.mark.parametrize("learning_rate", [1e-2, 1e-6])
 @pytest.mark.parametrize("fault", ["no load", "old head"])
 def test_a_server_with_old_weights_stops_the_run_before_it_trains(serve, tmp_path, fault, learning_rate):
@@ -392,7 +385,7 @@ def test_new_weights_revive_a_server_while_a_request_waits_for_the_next_try(serv
     server.faults.clear()
     write(model)
     backend.sync()
-    backend.sync()
+    vllm.in_thread(backend.sync).result(30)  # the revival still waits
     go.set()
     assert len(finish(backend)[0]) == 2 and server.weights == backend.version
 
