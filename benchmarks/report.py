@@ -294,16 +294,16 @@ def main(folder: str | Path = RESULTS, *pages: str | Path) -> None:
                 growth.draw(rows, folder / f"{name}.png")
             if any("stages_ms" in row for row in rows):
                 draw_stages(rows, folder / f"{name}.png")
-            if not any([_write_table(page, name, table(rows, path.stem)) for page in pages]):
+            if not any([write_table(page, name, table(rows, path.stem)) for page in pages]):
                 print(f"No page has this table; add <!-- bench:{name} --> and <!-- /bench --> to one.\n")
         for page in pages:
-            _write_table(page, f"summary-{path.stem}", summary(found))
+            write_table(page, f"summary-{path.stem}", summary(found))
         if groups := overview(found):
             first = groups[0][1][0]
             draw_bars(groups, f"{machine(path.stem, first)}, {first['dtype']}", folder / f"overview-{path.stem}.png")
 
 
-def _write_table(page, name, markdown):
+def write_table(page, name, markdown):
     """Write a table to a page between its markers, and return whether the page has them."""
     before = page.read_text() if page.exists() else ""
     after = fill(before, name, markdown)

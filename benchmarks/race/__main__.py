@@ -22,11 +22,10 @@ from benchmarks.harness import CUDA, DEVICE, SMALL
 from benchmarks.race.examiner import Examiner
 from benchmarks.race.tasks import TASKS
 from benchmarks.race.trainers import VARIANTS, WEIGHTS
-from benchmarks.report import fill, machine
+from benchmarks.report import PAGES, machine, write_table
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
-PAGE = HERE.parent.parent / "docs" / "benchmarks.md"
 SETUP = "device", "processor", "threads", "torch", "trl"  # fields that the runs of one table share
 AGREE = 1e-4  # largest relative difference of the trainers' first loss and gradient norm
 
@@ -220,14 +219,12 @@ def results(name: str) -> list[dict[str, Any]]:
 
 
 def publish(name: str) -> None:
-    """Make the picture of a task from the results file, and its table in the docs."""
+    """Make the picture of a task from the results file, and its table on the page that has it."""
     if rows := newest(results(name)):
         device = "cpu" if rows[0]["device"] == "cpu" else "cuda"
         draw(rows, HERE / f"race-{name}-{device}.png")
-        text, marker = PAGE.read_text(), f"race-{name}-{device}"
-        if f"<!-- bench:{marker} -->" not in text:
-            raise SystemExit(f"{PAGE} has no table of this task; add <!-- bench:{marker} --> and <!-- /bench -->")
-        PAGE.write_text(fill(text, marker, table(rows)))
+        if not any([write_table(page, f"race-{name}-{device}", table(rows)) for page in PAGES]):
+            print(f"No page has this table; add <!-- bench:race-{name}-{device} --> and <!-- /bench --> to one.")
 
 
 def measure(name: str, trainers: Sequence[str], seeds: Sequence[int]) -> None:
@@ -252,7 +249,7 @@ def main() -> None:
         help=f"trainers (default: {', '.join(map(repr, VARIANTS))})",
     )  # fmt: skip
     parser.add_argument("--seeds", nargs="+", metavar="N", type=int, help="seeds (default: those of the task)")
-    parser.add_argument("--draw", action="store_true", help="run nothing; make pictures and the tables in the docs")
+    parser.add_argument("--draw", action="store_true", help="run nothing; make tables and pictures")
     args = parser.parse_args()
     if unknown := set(args.tasks) - {*TASKS}:
         parser.error(f"there is no task {unknown.pop()!r}")
