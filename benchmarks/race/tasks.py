@@ -140,7 +140,7 @@ TASKS = {
     ),
     "gym": RaceTask(
         smollm2, gym_sums, [reasoning_gym.ScoreAnswer(SUMS), reasoning_gym.format_reward], prompts=2, updates=1,
-        steps=30, every=5, target=0.5, limit=150, ends=True, seeds=1,
+        steps=20, every=2, target=0.5, limit=150, seeds=1,
         settings=COMMON | {"learning_rate": 3e-5, "beta": 0.0, "max_completion_length": 12, "warmup_steps": 5,
                            "scale_rewards": "none"},
     ),
