@@ -133,7 +133,7 @@ TASKS = {
                            "max_grad_norm": 2.0},
     ),
     "calculator": RaceTask(
-        calling_model, problems, [calculator.correctness], prompts=32, updates=1, steps=30, every=5, target=0.9,
+        calling_model, problems, [calculator.correctness], prompts=32, updates=1, steps=30, every=2, target=0.9,
         limit=90, tools=[calc],
         settings=COMMON | {"learning_rate": 4e-4, "beta": 0.0, "max_completion_length": 64, "warmup_steps": 10,
                            "max_tool_calling_iterations": 2},
