@@ -30,6 +30,7 @@ class Examiner:
         self.state = TrainerState(0, 0, 0.0, task.settings["max_completion_length"])
         stops, turns = stop_token_ids(self.policy, tokenizer), task.settings.get("max_tool_calling_iterations", 0) + 1
         self.sampling = SamplingParams(max_tokens=task.settings["max_completion_length"], stop_token_ids=stops)
+        self.engine = RolloutEngine(self.policy)
         self.source = Prompts(tokenizer, None, Environments(None, task.tools) if task.tools else None, stops, turns)
 
     @cached_property
@@ -40,8 +41,8 @@ class Examiner:
     def accuracy(self, weights: Path) -> float:
         """Return the accuracy of greedy completions with the weights in a file."""
         load_model(self.policy.module, weights)
-        engine = RolloutEngine(self.policy)
-        return evaluate(engine, self.source, self.rows, self.rewards, self.sampling, self.state).values["eval/accuracy"]
+        found = evaluate(self.engine, self.source, self.rows, self.rewards, self.sampling, self.state)
+        return found.values["eval/accuracy"]
 
     def draws(self, task: RaceTask, seed: int) -> list[dict[str, Any]]:
         """Return the rows of a first step, and their prompts and completions.
@@ -50,9 +51,7 @@ class Examiner:
         """
         rows, count = task.rows(seed)[0][: task.prompts], task.settings["num_generations"]
         prompts = [self.source(row) for row in rows]
-        drawn = draw_groups(
-            RolloutEngine(self.policy), self.source.start(dict(enumerate(prompts)), count), self.sampling
-        )
+        drawn = draw_groups(self.engine, self.source.start(dict(enumerate(prompts)), count), self.sampling)
         samples = judge_together(self.rewards, drawn, prompts, self.source.tokenizer, self.state).completions
         rewards, found = self.rewards.total(reward_matrix(samples)).tolist(), []
         for i, sample in enumerate(samples):

@@ -139,9 +139,9 @@ TASKS = {
                            "max_tool_calling_iterations": 2},
     ),
     "gym": RaceTask(
-        smollm2, gym_sums, [reasoning_gym.ScoreAnswer(SUMS), reasoning_gym.format_reward], prompts=2, updates=1,
-        steps=20, every=2, target=0.5, limit=150, seeds=1,
-        settings=COMMON | {"learning_rate": 3e-5, "beta": 0.0, "max_completion_length": 12, "warmup_steps": 5,
+        smollm2, gym_sums, [reasoning_gym.ScoreAnswer(SUMS), reasoning_gym.format_reward], prompts=4, updates=1,
+        steps=24, every=4, target=0.6, limit=400, seeds=1,
+        settings=COMMON | {"learning_rate": 1e-5, "beta": 0.0, "max_completion_length": 12, "warmup_steps": 5,
                            "scale_rewards": "none"},
     ),
     "smollm2": RaceTask(

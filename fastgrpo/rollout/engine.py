@@ -113,7 +113,9 @@ class RolloutEngine(RolloutBackend):
         # Whether lanes may grow, and what allocates them. A server streams completions, which cannot start again.
         self.grows, self.growth = self.graphs.enabled and not continuous, self.mapped
         self.drawn = defaultdict(lambda: np.zeros(3))  # by group size: sum of the completions' length^0, ^1 and ^2
-        self.weights = HeldWeights(self.policy, self.graphs, self._memory_left, self.mapped)
+        # Without a reference to the engine: a cycle would keep its keys and values until the garbage collector runs.
+        self.memory_left = lambda device=self.policy.device: memory_left(device, reserved() if reserved else 0)
+        self.weights = HeldWeights(self.policy, self.graphs, self.memory_left, self.mapped)
         self.steps = 0  # decode steps so far
 
     @classmethod
@@ -371,7 +373,7 @@ class RolloutEngine(RolloutBackend):
             requests += self._later(requests)
         provider = make_provider(self.attention, policy.device, policy.dtype, head_dim(shape), copied)
         if self.budget is None:
-            self.left = self._memory_left()
+            self.left = self.memory_left()
             self.budget = int(self.memory_utilization * self.left)
         # Completions that wait for tools keep their slots, so there may be more slots than decoded lanes.
         waits = any(request.dialogues for request in self.waiting)
@@ -482,9 +484,6 @@ class RolloutEngine(RolloutBackend):
         longest, limit = max(length for length, _ in requests), max(max(limits) for _, limits in requests)
         longest, limit = (int(min(2 ** math.ceil(math.log2(tokens)), context)) for tokens in (longest, limit))
         return [(longest, [limit])] * self.max_num_seqs
-
-    def _memory_left(self):
-        return memory_left(self.policy.device, self.reserved() if self.reserved else 0)
 
     def _start(self, groups):
         """Prefill groups and assign their completions to lanes. If the prefill fails, requeue the groups."""

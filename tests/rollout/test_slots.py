@@ -1,6 +1,7 @@
 """Slots: how many fit into what is free, and what stays from phase to phase."""
 
 import dataclasses
+import weakref
 
 import pytest
 import tiny
@@ -90,8 +91,7 @@ def test_phases_share_a_geometry_only_where_memory_is_ample(ample):
     phases, training, evaluation = {}, Geometry(64, 100, 16, 16, 8, False), Geometry(256, 100, 256, 16, 1, False)
     both, refill = Geometry(256, 100, 256, 16, 8, False), Geometry(8, 100, 1, 16, 8, False)
     budget = int(both.tokens / AMPLE) + 1 if ample else both.tokens
-    order = (training, evaluation, refill, training, evaluation)
-    chosen = [settled(phases, new, [], 1, budget) for new in order]
+    chosen = [settled(phases, new, [], 1, budget) for new in (training, evaluation, refill, training, evaluation)]
     assert chosen == ([training] + [both] * 4 if ample else [training, evaluation, training, training, evaluation])
 
 
@@ -107,6 +107,9 @@ def test_a_tight_budget_changes_nothing_but_the_order():
     penalized.budget = engine.budget
     penalized.generate(prompts, 3, dataclasses.replace(sampling, repetition_penalty=1.2))
     assert penalized.geometry.lanes < 6  # a penalty notes the tokens of each lane
+    gone = weakref.ref(penalized)
+    del penalized
+    assert gone() is None  # at once, without the garbage collector
 
 
 def test_the_longest_prompt_and_the_largest_group_need_not_fit_together():
