@@ -303,7 +303,7 @@ def main(folder: str | Path = RESULTS, *pages: str | Path) -> None:
             draw_bars(groups, f"{machine(path.stem, first)}, {first['dtype']}", folder / f"overview-{path.stem}.png")
 
 
-def write_table(page, name, markdown):
+def write_table(page: Path, name: str, markdown: str) -> bool:
     """Write a table to a page between its markers, and return whether the page has them."""
     before = page.read_text() if page.exists() else ""
     after = fill(before, name, markdown)
