@@ -12,6 +12,7 @@ or the growth of cost.
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import growth
@@ -294,16 +295,21 @@ def main(folder: str | Path = RESULTS, *pages: str | Path) -> None:
                 growth.draw(rows, folder / f"{name}.png")
             if any("stages_ms" in row for row in rows):
                 draw_stages(rows, folder / f"{name}.png")
-            if not any([write_table(page, name, table(rows, path.stem)) for page in pages]):
-                print(f"No page has this table; add <!-- bench:{name} --> and <!-- /bench --> to one.\n")
+            write_table(pages, name, table(rows, path.stem))
         for page in pages:
-            write_table(page, f"summary-{path.stem}", summary(found))
+            _fill_page(page, f"summary-{path.stem}", summary(found))
         if groups := overview(found):
             first = groups[0][1][0]
             draw_bars(groups, f"{machine(path.stem, first)}, {first['dtype']}", folder / f"overview-{path.stem}.png")
 
 
-def write_table(page: Path, name: str, markdown: str) -> bool:
+def write_table(pages: Sequence[Path], name: str, markdown: str) -> None:
+    """Write a table to the pages between its markers, and tell if no page has them."""
+    if not any([_fill_page(page, name, markdown) for page in pages]):
+        print(f"No page has this table; add <!-- bench:{name} --> and <!-- /bench --> to one.\n")
+
+
+def _fill_page(page, name, markdown):
     """Write a table to a page between its markers, and return whether the page has them."""
     before = page.read_text() if page.exists() else ""
     after = fill(before, name, markdown)
