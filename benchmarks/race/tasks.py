@@ -117,6 +117,12 @@ def questions(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return train, held_out[:100]
 
 
+@functools.wraps(length_reward)
+def overlong(*args: Any, **columns: Any) -> list[float]:
+    limit = SimpleNamespace(max_completion_length=TASKS["smollm2"].settings["max_completion_length"])
+    return length_reward(*args, **columns | {"trainer_state": limit})  # TRL's state has no limit
+
+
 def gym_sums(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return problems of reasoning-gym's chain_sum with two digits, and the first 100 held-out ones."""
     given = {"task": "reasoning_gym", "reasoning_gym_tasks": SUMS, "system_prompt": "Answer in <answer></answer>."}
@@ -145,7 +151,7 @@ TASKS = {
                            "scale_rewards": "none"},
     ),
     "smollm2": RaceTask(
-        smollm2, questions, [correctness, format_reward, length_reward, digits_reward], prompts=4, updates=1, steps=120,
+        smollm2, questions, [correctness, format_reward, overlong, digits_reward], prompts=4, updates=1, steps=120,
         every=10, target=0.6, limit=1500, ends=True, seeds=1,
         settings=COMMON | {"learning_rate": 1.5e-5, "beta": 0.06, "max_completion_length": 40, "warmup_steps": 5,
                            "scale_rewards": "none"},
