@@ -168,23 +168,24 @@ def runs_of(rows: list[dict[str, Any]]) -> dict[str, list[list[dict[str, Any]]]]
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Format the results of a task: for each contestant the medians over its seeds, and the worst final accuracy."""
-    first, target = rows[0], TASKS[rows[0]["task"]].target
+    first, task = rows[0], TASKS[rows[0]["task"]]
+    of_step = task.prompts * task.settings["num_generations"]
     commits, days = (", ".join(sorted({row[key].split("T")[0] for row in rows})) for key in ("commit", "date"))
     lines = [
         f"{machine(first['device'], first)}, commit {commits}, torch {first['torch']}, TRL {first['trl']}, {days}.",
         "",
-        f"| trainer | runs | seconds to {target:g} | s per step | final accuracy, worst | peak MiB |",
+        f"| trainer | runs | seconds to {task.target:g} | samples/s | final accuracy, worst | peak MiB |",
         "|---|---|---|---|---|---|",
     ]
     for variant, runs in runs_of(rows).items():
         last = [run[-1] for run in runs]
-        reached = [time for run in runs if (time := seconds_to(run, target)) is not None]
+        reached = [time for run in runs if (time := seconds_to(run, task.target)) is not None]
         time = f"{median_low(reached):.0f}" if reached else f"not in {max(row['seconds'] for row in last):.0f}"
         cells = [
             variant,
             str(len(runs)),
             time + f" ({len(reached)} of {len(runs)} runs)" * (0 < len(reached) < len(runs)),
-            f"{median_low(row['seconds'] / row['step'] for row in last):.3f}",
+            f"{median_low(of_step * row['step'] / row['seconds'] for row in last):.2f}",
             f"{median_low(row['accuracy'] for row in last):.3f}, {min(row['accuracy'] for row in last):.3f}",
             f"{max(row['peak_mib'] for row in last)}",
         ]

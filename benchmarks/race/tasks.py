@@ -51,6 +51,7 @@ class RaceTask(NamedTuple):
         every: Steps between two measurements of the accuracy.
         target: The accuracy to reach.
         limit: Seconds of training after which a run ends.
+        trl_batch: TRL's per_device_train_batch_size. None means all completions of an update.
         tools: Functions that the model may call.
         ends: Whether a run ends when the target is measured.
         seeds: Runs of each contestant.
@@ -66,6 +67,7 @@ class RaceTask(NamedTuple):
     every: int
     target: float
     limit: float
+    trl_batch: int | None = None
     tools: Sequence[Callable[..., str]] = ()
     ends: bool = False
     seeds: int = 3
@@ -146,13 +148,13 @@ TASKS = {
     ),
     "gym": RaceTask(
         smollm2, gym_sums, [reasoning_gym.ScoreAnswer(SUMS), reasoning_gym.format_reward], prompts=4, updates=1,
-        steps=24, every=4, target=0.6, limit=400, seeds=1,
+        steps=24, every=4, target=0.6, limit=400, trl_batch=8, seeds=1,
         settings=COMMON | {"learning_rate": 1e-5, "beta": 0.0, "max_completion_length": 12, "warmup_steps": 5,
                            "scale_rewards": "none"},
     ),
     "smollm2": RaceTask(
         smollm2, questions, [correctness, format_reward, overlong, digits_reward], prompts=4, updates=1, steps=120,
-        every=10, target=0.6, limit=1500, ends=True, seeds=1,
+        every=10, target=0.6, limit=1500, trl_batch=8, ends=True, seeds=1,
         settings=COMMON | {"learning_rate": 1.5e-5, "beta": 0.06, "max_completion_length": 40, "warmup_steps": 5,
                            "scale_rewards": "none"},
     ),

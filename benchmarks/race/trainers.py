@@ -1,8 +1,8 @@
 """The trainers of the race, each in a process of its own (benchmarks/contestants.py).
 
 An entry has two calls: the variant's name trains one step, and "save" writes the weights to a file, for the measurement
-of the accuracy. All trainers start from the same model, draw in fp32, and train on the completions of an update
-as one batch. A process imports only its own trainer, because the peak memory includes packages.
+of the accuracy. All trainers start from the same model and draw in fp32. A process imports only its own trainer,
+because the peak memory includes packages.
 """
 
 import json
@@ -56,10 +56,13 @@ def trl_settings(variant: str, race: RaceTask, updates: int = 1) -> dict[str, An
 
     if race.tools:  # TRL refuses templates of calls without the names of arguments
         grpo_trainer.supports_tool_calling = lambda processing_class: True
+    of_update = race.prompts * race.settings["num_generations"] // updates
+    batch = race.trl_batch or of_update
     return {
         "tools": race.tools,
-        "per_device_train_batch_size": race.prompts * race.settings["num_generations"] // updates,
-        "steps_per_generation": updates,
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": of_update // batch,
+        "steps_per_generation": of_update // batch * updates,
         "use_cpu": not CUDA,
         "bf16": False,
         "gradient_checkpointing": False,
