@@ -57,8 +57,8 @@ def trl_entry(path: str, folder: str, beta: float) -> Entry:
     return stepwise.trl_entry(
         "trl", path, parity, questions(),
         output_dir=folder, per_device_train_batch_size=GROUP, gradient_accumulation_steps=PROMPTS,
-        num_generations=GROUP, max_completion_length=MAX_TOKENS, beta=beta, use_cpu=True, bf16=False, gradient_checkpointing=False,
-        model_init_kwargs={"dtype": "float32"},
+        num_generations=GROUP, max_completion_length=MAX_TOKENS, beta=beta, use_cpu=True, bf16=False,
+        gradient_checkpointing=False, model_init_kwargs={"dtype": "float32"},
     )  # fmt: skip
 
 
