@@ -299,8 +299,9 @@ def main(folder: str | Path = RESULTS, *pages: str | Path) -> None:
         for page in pages:
             _fill_page(page, f"summary-{path.stem}", summary(found))
         if groups := overview(found):
-            first = groups[0][1][0]
-            draw_bars(groups, f"{machine(path.stem, first)}, {first['dtype']}", folder / f"overview-{path.stem}.png")
+            machines = dict.fromkeys(machine(path.stem, row) for _, rows in groups for row in rows)
+            title = f"{', '.join(machines)}, {groups[0][1][0]['dtype']}"
+            draw_bars(groups, title, folder / f"overview-{path.stem}.png")
 
 
 def write_table(pages: Sequence[Path], name: str, markdown: str) -> None:
