@@ -198,15 +198,15 @@ def table(rows: list[dict[str, Any]]) -> str:
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the accuracy over the seconds of training: median and range over seeds, the peak memory in the legend."""
     figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
+    task = TASKS[rows[0]["task"]]
     for variant, runs in runs_of(rows).items():
         times = np.linspace(0, min(run[-1]["seconds"] for run in runs), 200)
         curves = [np.interp(times, *([row[key] for row in run] for key in ("seconds", "accuracy"))) for run in runs]
-        label = f"{variant}, {max(run[-1]['peak_mib'] for run in runs)} MiB"
+        label = f"{variant}, seeds: {len(runs)}, peak memory: {max(run[-1]['peak_mib'] for run in runs):,} MiB"
         (line,) = axis.plot(times, np.median(curves, axis=0), label=label)
         axis.fill_between(times, np.min(curves, axis=0), np.max(curves, axis=0), alpha=0.2, color=line.get_color())
-    target = TASKS[rows[0]["task"]].target
-    axis.axhline(target, color="gray", linestyle=":")
-    axis.set(xlabel="seconds of training steps", ylabel="greedy accuracy, held-out", title=f"Race: {rows[0]['task']}")
+    axis.axhline(task.target, color="gray", linestyle=":", label=f"target {task.target:g}")
+    axis.set(xlabel="seconds of training steps", ylabel="greedy accuracy, held-out", title=task.title)
     axis.legend()
     figure.savefig(path, dpi=100)
     plt.close(figure)

@@ -41,6 +41,7 @@ class RaceTask(NamedTuple):
     """A task of the race.
 
     Attributes:
+        title: Model and prompts, for pictures.
         make_model: Saves the model of a seed with its tokenizer to a folder.
         rows: Returns the training rows of a seed, and the held-out rows.
         rewards: The reward functions; a completion is right if the first one gives 1.
@@ -57,6 +58,7 @@ class RaceTask(NamedTuple):
         seeds: Runs of each contestant.
     """
 
+    title: str
     make_model: Callable[[Path, int], None]
     rows: Callable[[int], tuple[list[dict[str, Any]], list[dict[str, Any]]]]
     rewards: list[Callable[..., list[float]]]
@@ -135,26 +137,28 @@ def gym_sums(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 TASKS = {
     "embedded": RaceTask(
-        functools.partial(warm_start, arithmetic), carries, [arithmetic.correctness], prompts=32, updates=2, steps=300,
-        every=20, target=0.95, limit=200,
+        "0.2M parameters, sums with a carry", functools.partial(warm_start, arithmetic), carries,
+        [arithmetic.correctness], prompts=32, updates=2, steps=300, every=20, target=0.95, limit=200,
         settings=COMMON | {"learning_rate": 3e-4, "beta": 0.005, "max_completion_length": 28, "warmup_steps": 40,
                            "max_grad_norm": 2.0},
     ),
     "calculator": RaceTask(
-        calling_model, problems, [calculator.correctness], prompts=32, updates=1, steps=30, every=2, target=0.9,
-        limit=90, tools=[calc],
+        "0.2M parameters, word problems with a calculator", calling_model, problems, [calculator.correctness],
+        prompts=32, updates=1, steps=30, every=2, target=0.9, limit=90, tools=[calc],
         settings=COMMON | {"learning_rate": 4e-4, "beta": 0.0, "max_completion_length": 64, "warmup_steps": 10,
                            "max_tool_calling_iterations": 2},
     ),
     "gym": RaceTask(
-        smollm2, gym_sums, [reasoning_gym.ScoreAnswer(SUMS), reasoning_gym.format_reward], prompts=4, updates=1,
-        steps=24, every=4, target=0.6, limit=400, trl_batch=8, seeds=1,
+        "SmolLM2-135M, chain_sum of reasoning-gym", smollm2, gym_sums,
+        [reasoning_gym.ScoreAnswer(SUMS), reasoning_gym.format_reward], prompts=4, updates=1, steps=24, every=4,
+        target=0.6, limit=400, trl_batch=8, seeds=1,
         settings=COMMON | {"learning_rate": 1e-5, "beta": 0.0, "max_completion_length": 12, "warmup_steps": 5,
                            "scale_rewards": "none"},
     ),
     "smollm2": RaceTask(
-        smollm2, questions, [correctness, format_reward, overlong, digits_reward], prompts=4, updates=1, steps=120,
-        every=10, target=0.6, limit=1500, trl_batch=8, ends=True, seeds=1,
+        "SmolLM2-135M, sums in GSM8K's template", smollm2, questions,
+        [correctness, format_reward, overlong, digits_reward], prompts=4, updates=1, steps=120, every=10, target=0.6,
+        limit=1500, trl_batch=8, ends=True, seeds=1,
         settings=COMMON | {"learning_rate": 1.5e-5, "beta": 0.06, "max_completion_length": 40, "warmup_steps": 5,
                            "scale_rewards": "none"},
     ),
