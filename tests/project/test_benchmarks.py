@@ -140,13 +140,11 @@ def test_the_race_shows_the_newest_runs_that_ended():
 
 @pytest.mark.parametrize("ends, steps", [(True, 10), (False, 30)])
 def test_a_run_ends_at_the_target_only_if_its_task_does(ends, steps, monkeypatch, tmp_path):
-    task = race.TASKS["embedded"]._replace(steps=30, every=5, target=0.5, ends=ends)
-    monkeypatch.setitem(race.TASKS, "embedded", task)
+    monkeypatch.setitem(race.TASKS, "t", race.TASKS["embedded"]._replace(steps=30, every=5, target=0.5, ends=ends))
     contestant = SimpleNamespace(entry=lambda: None, seconds=lambda name: 1.0, resident=0)
     monkeypatch.setattr(race, "taking_part", lambda made: nullcontext([contestant]))
-    accuracies = iter([0.4] + [0.6] * 9)
-    examiner = SimpleNamespace(before=0.1, accuracy=lambda weights: next(accuracies))
-    *_, row = race.run("embedded", "fastgrpo", 0, tmp_path, examiner)
+    examiner = SimpleNamespace(before=0.1, accuracy=lambda weights, left=[0.6] * 9 + [0.4]: left.pop())
+    *_, row = race.run("t", "fastgrpo", 0, tmp_path, examiner)
     assert row["step"] == steps and row["last"]
 
 

@@ -232,7 +232,9 @@ def test_a_server_that_keeps_other_weights_fails_the_first_probe(serve, dtype, f
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
-@pytest.mark.parametrize("how, named", [({"version": "0.31.2"}, "0.31"), ({"logprobs_mode": "raw"}, "--logprobs-mode")])
+@pytest.mark.parametrize(
+    "how, named", [({"version": "0.31.2"}, "0.31.2"), ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode")]
+)
 def test_servers_with_another_version_or_mode_are_refused(serve, how, named):
     with pytest.raises(ValueError, match=named):
         backend_of(serve(**how), tiny.model("smollm3-like"))
