@@ -32,7 +32,7 @@ from fastgrpo import GRPOConfig, GRPOTrainer
 GPU = harness.CUDA and not SMALL
 DEVICE = "cuda" if GPU else "cpu"
 DTYPE = torch.bfloat16 if GPU else torch.float32
-ROUNDS = 2 if SMALL else 5 if GPU else 15
+ROUNDS = 2 if SMALL else 3 if GPU else 15
 SIZES = {**QWEN, "0.8m": Size(128, 384, 4, 4, 2, vocab=512)}
 PROMPTS, GROUP = (4, 4) if SMALL else (16, 8)
 PROMPT_TOKENS, MAX_TOKENS = (512, 1024) if GPU else (8, 12)
