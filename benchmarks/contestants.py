@@ -23,6 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from benchmarks.compare import KERNELS_ONLY, in_turns, instruments
 
 ROOT = Path(__file__).parent.parent
@@ -247,7 +249,8 @@ def serve(function: str, device: str, options: dict[str, Any]) -> None:
         # ru_maxrss would be at least the parent's when it started this process.
         told = status.read_text() if (status := Path("/proc/self/status")).exists() else ""
         (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", told) or [0]
-        answer(measured=measured, value=value if isinstance(value, dict) else None, resident=int(peak) * 1024)
+        memory = torch.cuda.max_memory_reserved() if device == "cuda" else int(peak) * 1024
+        answer(measured=measured, value=value if isinstance(value, dict) else None, resident=memory)
 
 
 if __name__ == "__main__":

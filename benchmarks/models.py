@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from fastgrpo.policy.load import load_policy, prepare
@@ -83,6 +84,19 @@ def random_policy(size: Size, positions: int) -> Policy:
     special = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
     model = random_model("llama", size, "cpu", torch.float32, max_position_embeddings=positions, **special)
     return Policy.of(prepare(model))
+
+
+def save_weights(model: torch.nn.Module, path: Path | str) -> None:
+    """Save the weights of a model to a safetensors file, as copies: on a GPU, several may be views of one tensor."""
+    save_file({name: weight.detach().clone() for name, weight in model.named_parameters()}, path)
+
+
+@torch.no_grad()
+def load_weights(model: torch.nn.Module, path: Path | str) -> None:
+    """Copy weights from a safetensors file into a model."""
+    saved = load_file(path)
+    for name, weight in model.named_parameters():
+        weight.copy_(saved[name])
 
 
 def unpack(source: str, folder: Path) -> None:

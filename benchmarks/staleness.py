@@ -24,12 +24,12 @@ from typing import Any
 import httpx
 import numpy as np
 import torch
-from safetensors.torch import save_model
 from tqdm import tqdm
 
 from benchmarks.compare import append, rows_of
 from benchmarks.contestants import Contestant, Entry, taking_part
 from benchmarks.harness import SMALL, Bar, at_least
+from benchmarks.models import save_weights
 from benchmarks.race.examiner import Examiner
 from benchmarks.race.tasks import TASKS, RaceTask, warm_start
 from benchmarks.race.trainers import WEIGHTS, our_trainer
@@ -66,7 +66,7 @@ def entry(task: str, path: str, folder: str, seed: int, url: str, max_staleness:
         vllm_server_base_url=url, vllm_server_timeout=600, max_staleness=max_staleness, output_dir=f"{folder}/run",
         importance_sampling_mode="token_truncate", seed=seed,
     )  # fmt: skip
-    return Entry({"step": trainer.step, "save": partial(save_model, trainer.model, f"{folder}/{WEIGHTS}")})
+    return Entry({"step": trainer.step, "save": partial(save_weights, trainer.model, f"{folder}/{WEIGHTS}")})
 
 
 def run(name: str, path: Path, examiner: Examiner | None, seed: int, url: str, max_staleness: int) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_model
 
 from benchmarks.harness import DEVICE
+from benchmarks.models import load_weights
 from benchmarks.race.tasks import RaceTask
 from fastgrpo.data.records import TrainerState
 from fastgrpo.evaluation.heldout import evaluate
@@ -40,7 +40,7 @@ class Examiner:
 
     def accuracy(self, weights: Path) -> float:
         """Return the accuracy of greedy completions with the weights in a file."""
-        load_model(self.policy.module, weights)
+        load_weights(self.policy.module, weights)
         found = evaluate(self.engine, self.source, self.rows, self.rewards, self.sampling, self.state)
         return found.values["eval/accuracy"]
 

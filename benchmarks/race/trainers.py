@@ -13,10 +13,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_model
-
 from benchmarks.contestants import Entry
 from benchmarks.harness import CUDA, DEVICE
+from benchmarks.models import save_weights
 from benchmarks.race.tasks import TASKS, RaceTask
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def entry(variant: str, task: str, path: str, folder: str, seed: int) -> Entry:
             for _ in range(race.updates):
                 update()
 
-    return Entry({variant: step, "save": partial(save_model, trainer.model, f"{folder}/{WEIGHTS}")})
+    return Entry({variant: step, "save": partial(save_weights, trainer.model, f"{folder}/{WEIGHTS}")})
 
 
 def turns_of(draws: list[dict[str, Any]]) -> dict[tuple[int, ...], list[list[int]]]:
