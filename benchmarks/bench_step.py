@@ -39,6 +39,8 @@ PROMPT_TOKENS, MAX_TOKENS = (512, 1024) if GPU else (8, 12)
 STOPS = 4 / MAX_TOKENS  # share of the vocabulary that ends a completion
 BETA = 0.04
 FAMILY = "llama"
+# By default, a micro-batch takes as many tokens as fit.
+SMALLER = {"fastgrpo, at most 4,096 tokens in a pass": {"max_tokens_per_microbatch": 4096}} if GPU else {}
 PEERS = {"trl": {}} | ({"trl, continuous batching": {"use_transformers_continuous_batching": True}} if GPU else {})
 BARS = {"0.5b": {"trl": 5.0, "trl, continuous batching": 2.5}, "1.5b": {}, "0.8m": {"trl": 1.5}}
 MEMORY_BAR = 0.5  # largest share of TRL's peak memory on a GPU
@@ -79,14 +81,17 @@ def make_rows(size: str) -> list[dict[str, str]]:
     return [{"prompt": " ".join(f"t{i}" for i in row)} for row in ids.tolist()]
 
 
-def our_entry(path: str, folder: str, size: str) -> Entry:
-    """Create fastgrpo's trainer for the model in `path`. Its variant runs one step and returns the metrics."""
+def our_entry(path: str, folder: str, size: str, variant: str = "fastgrpo", **settings: Any) -> Entry:
+    """Create fastgrpo's trainer for the model in `path`, with further settings. Its variant runs one step.
+
+    The variant returns the metrics.
+    """
     config = GRPOConfig(
         output_dir=folder, prompts_per_step=PROMPTS, num_generations=GROUP, max_completion_length=MAX_TOKENS,
         use_liger_kernel=LIGER, beta=BETA, max_steps=10_000, device=DEVICE, gradient_checkpointing=GPU,
-        max_num_seqs=PROMPTS * GROUP,
+        max_num_seqs=PROMPTS * GROUP, **settings,
     )  # fmt: skip
-    return Entry({"fastgrpo": GRPOTrainer(path, parity, config, make_rows(size)).step})
+    return Entry({variant: GRPOTrainer(path, parity, config, make_rows(size)).step})
 
 
 def trl_entry(path: str, folder: str, size: str, variant: str, **settings: Any) -> Entry:
@@ -111,7 +116,7 @@ def bars_of(size: str, results: dict[str, dict[str, float]], mfu: float | None) 
             bars[f"samples a second, times {name}, {LAYERS}"] = at_least(
                 other["median_s"] / mine["median_s"], BARS[size][name]
             )
-        if GPU and name != "fastgrpo":
+        if GPU and name in PEERS:
             # Lower is better, so this is the inverse ratio.
             ratio = other["peak_bytes"] / mine["peak_bytes"]
             bars[f"peak memory of {name}, times ours"] = at_least(ratio, 1 / MEMORY_BAR)
@@ -125,7 +130,10 @@ def contestants_of(size: str, folder: Path, peers: list[str]) -> tuple[list[Cont
     path = folder / "model"
     save_model(path, size)
     common = {"device": DEVICE, "path": str(path), "size": size}
-    contestants = [Contestant("fastgrpo", "benchmarks.bench_step:our_entry", folder=str(folder / "ours"), **common)]
+    contestants = []
+    for name, settings in {"fastgrpo": {}, **SMALLER}.items():
+        own = {"variant": name, "folder": str(folder / name), **settings}
+        contestants.append(Contestant(name, "benchmarks.bench_step:our_entry", **common, **own))
     if find_spec("trl") is None:
         return contestants, dict.fromkeys(peers, "not installed: No module named 'trl'")
     for name in peers:
