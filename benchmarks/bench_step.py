@@ -11,6 +11,7 @@ limit. Each trainer runs in its own process. On a GPU all of them use liger-kern
 Results are added to results/<device>.jsonl. With FASTGRPO_BENCH_SMALL=1 the shapes are tiny and nothing is written.
 """
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,9 @@ STOPS = 4 / MAX_TOKENS  # share of the vocabulary that ends a completion
 BETA = 0.04
 FAMILY = "llama"
 # By default, a micro-batch takes as many tokens as fit.
-SMALLER = {"fastgrpo, at most 4,096 tokens in a pass": {"max_tokens_per_microbatch": 4096}} if GPU else {}
+OURS = {"fastgrpo": {}} | (
+    {"fastgrpo, at most 4,096 tokens in a pass": {"max_tokens_per_microbatch": 4096}} if GPU else {}
+)
 PEERS = {"trl": {}} | ({"trl, continuous batching": {"use_transformers_continuous_batching": True}} if GPU else {})
 BARS = {"0.5b": {"trl": 5.0, "trl, continuous batching": 2.5}, "1.5b": {}, "0.8m": {"trl": 1.5}}
 MEMORY_BAR = 0.5  # largest share of TRL's peak memory on a GPU
@@ -125,21 +128,19 @@ def bars_of(size: str, results: dict[str, dict[str, float]], mfu: float | None) 
     return bars
 
 
-def contestants_of(size: str, folder: Path, peers: list[str]) -> tuple[list[Contestant], dict[str, str]]:
+def contestants_of(size: str, folder: Path, names: Sequence[str]) -> tuple[list[Contestant], dict[str, str]]:
     """Save the model to the folder, and return the trainers and the reason for each one that is not installed."""
     path = folder / "model"
     save_model(path, size)
-    common = {"device": DEVICE, "path": str(path), "size": size}
+    absent = {} if find_spec("trl") else dict.fromkeys(PEERS.keys() & names, "not installed: No module named 'trl'")
     contestants = []
-    for name, settings in {"fastgrpo": {}, **SMALLER}.items():
-        own = {"variant": name, "folder": str(folder / name), **settings}
-        contestants.append(Contestant(name, "benchmarks.bench_step:our_entry", **common, **own))
-    if find_spec("trl") is None:
-        return contestants, dict.fromkeys(peers, "not installed: No module named 'trl'")
-    for name in peers:
-        own = {"variant": name, "folder": str(folder / name), **PEERS[name]}
-        contestants.append(Contestant(name, "benchmarks.bench_step:trl_entry", **common, **own))
-    return contestants, {}
+    for name in names:
+        if name not in absent:
+            options = {"path": str(path), "size": size, "variant": name, "folder": str(folder / name)}
+            options |= OURS[name] if name in OURS else PEERS[name]
+            entry = f"benchmarks.bench_step:{'our_entry' if name in OURS else 'trl_entry'}"
+            contestants.append(Contestant(name, entry, DEVICE, **options))
+    return contestants, absent
 
 
 def middle_step(found: Contest) -> tuple[dict[str, float], dict[str, float]]:
@@ -168,7 +169,7 @@ def judged(size: str, found: Contest) -> tuple[list[dict[str, Any]], dict[str, B
 
 @pytest.mark.parametrize("size", ["0.5b", "1.5b"] if GPU else ["0.8m"])
 def test_step(benchmark: BenchmarkFixture, capsys: pytest.CaptureFixture[str], tmp_path: Path, size: str) -> None:
-    contestants, absent = contestants_of(size, tmp_path, list(PEERS))
+    contestants, absent = contestants_of(size, tmp_path, [*OURS, *PEERS])
     with taking_part(contestants):
         found = contest(contestants, ROUNDS, absent)
         rows, bars = judged(size, found)

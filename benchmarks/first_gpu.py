@@ -31,7 +31,6 @@ from benchmarks.first_sizes import (
     FLATTEN_SIZES,
     HEAD_SHAPES,
     PREDICTED,
-    ROLLOUT_SIZE,
     STEP_SIZE,
     TRL_BARS,
     size_name,
@@ -44,7 +43,7 @@ from fastgrpo.kernel_checks.runner import problem
 ROOT = Path(__file__).parent.parent
 SECONDS = math.inf if SMALL else 450  # time limit of all parts together; starting and reading take some seconds
 LEAST = 5  # minimum seconds left to start a part
-NAMED = ("choices", "trl", "times", "sanitizer")
+NAMED = ("race", "choices", "trl", "times", "sanitizer")
 TAIL = 3000  # characters kept of the output of a failed part
 ROW_NAMES = ("benchmark", "model", "n", "d", "v", "case", "variant")  # key of a row within a part
 SANITIZER = "compute-sanitizer"
@@ -178,11 +177,9 @@ def parts() -> list[Part]:
         own("versions", 30),
         own("check", 90, "kernels that fail their check"),
         own("head", 65, *(f"{size_name(shape)}: {bar}" for shape in HEAD_SHAPES for bar in head), **KERNELS_ONLY),
-        own("rollout", 60, *(() if SMALL else (f"{ROLLOUT_SIZE}: share of the bandwidth limit, {LAYERS}",)),
-            **KERNELS_ONLY),
-        own("decode", 50, *(f"{name}: tokens/s" for name in DECODE), **KERNELS_ONLY),
+        own("decode", 95, *(f"{name}: tokens/s" for name in DECODE), **KERNELS_ONLY),
         own("step", 155, f"{STEP_SIZE}: samples a second, times trl, {LAYERS}", **KERNELS_ONLY),
-        own("race", 80),
+        own("race", 200),
         own("choices", 45, *(f"{size_name(size)}: {bar}" for size in FLATTEN_SIZES for bar in flatten),
             **interpreted, **KERNELS_ONLY),
         own("trl", 150, *TRL_BARS, **KERNELS_ONLY),

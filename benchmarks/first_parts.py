@@ -25,7 +25,6 @@ from benchmarks.first_sizes import (
     DECODE,
     FLATTEN_SIZES,
     HEAD_SHAPES,
-    ROLLOUT_SIZE,
     STEP_SIZE,
     size_name,
 )
@@ -140,17 +139,6 @@ def tell_contest(
     tell(*judge(found), note="; ".join(f"{name}: {why}" for name, why in found.missing.items()))
 
 
-def time_rollout() -> None:
-    """Time rollouts."""
-
-    def judge(found: Contest) -> tuple[list[dict[str, Any]], dict[str, Bar]]:
-        rows, bars = bench_rollout.judged(ROLLOUT_SIZE, found, ["equal"])
-        return rows, {f"{ROLLOUT_SIZE}: {name}": bar for name, bar in bars.items()}
-
-    options = {"size": ROLLOUT_SIZE, "cases": ["equal"], "engines": [*bench_rollout.ENGINES][:1]}
-    tell_contest([Contestant("fastgrpo", "benchmarks.bench_rollout:engine_entry", DEVICE, **options)], {}, judge)
-
-
 def time_decode() -> None:
     """Time rollouts of several sizes and numbers of lanes, all of equal length, and with LoRA."""
     for name, (size, batches, tokens, lora, predicted) in DECODE.items():
@@ -175,7 +163,7 @@ def time_step() -> None:
         return rows, {f"{STEP_SIZE}: {name}": bar for name, bar in bars.items()}
 
     with tempfile.TemporaryDirectory() as folder:
-        contestants, missing = bench_step.contestants_of(STEP_SIZE, Path(folder), ["trl"])
+        contestants, missing = bench_step.contestants_of(STEP_SIZE, Path(folder), ["fastgrpo", "trl"])
         tell_contest(contestants, missing, judge, 2 if SMALL else 1)
 
 
@@ -244,7 +232,6 @@ PARTS = {
     "versions": show_versions,
     "check": check_kernels,
     "head": time_head,
-    "rollout": time_rollout,
     "decode": time_decode,
     "step": time_step,
     "trl": time_trl,

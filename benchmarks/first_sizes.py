@@ -5,7 +5,7 @@ from benchmarks.bench_head import SHAPES
 from benchmarks.harness import SMALL
 
 HEAD_SHAPES = SHAPES[: 1 if SMALL else 3]
-ROLLOUT_SIZE, STEP_SIZE = ("embedded", "0.8m") if SMALL else ("0.5b", "0.5b")
+STEP_SIZE = "0.8m" if SMALL else "0.5b"
 # N, D and V of the first product with and without `flatten`, and of the loss in fp32.
 FLATTEN_SIZES = ((40, 16, 70),) if SMALL else ((8192, 896, 151_936), (8192, 4096, 128_256))
 # Rollouts: size, batches of prompts, new tokens, whether with LoRA, and the tokens/s predicted for an H100.
@@ -36,9 +36,5 @@ def predicted_heads() -> dict[str, str]:
     return found
 
 
-# Predictions for an H200, not results: shape or size and bar -> ratio or range.
-PREDICTED = {
-    **predicted_heads(),
-    "0.5b: share of the bandwidth limit, with liger's layers": "0.34 to 0.37",
-    "0.5b: share of the bandwidth limit, without liger's layers": "0.22 to 0.25",
-}
+# Predictions for an H200, not results: shape and bar -> ratio.
+PREDICTED = predicted_heads()

@@ -51,12 +51,18 @@ FLOOR = "bare products"  # matrix products without a loss: a bound, not a contes
 
 
 def newest(path: Path) -> dict[str, list[dict]]:
-    """Read a results file, and return the rows of the newest run by benchmark. All rows of a run have one date."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    last = {}
+    """Read a results file, and return the rows of the newest run by benchmark. All rows of a run have one date.
+
+    The parts of first_gpu are separate runs.
+    """
+    rows, last, found = [json.loads(line) for line in path.read_text().splitlines()], {}, {}
     for row in rows:
-        last[row["benchmark"]] = max(last.get(row["benchmark"], ""), row["date"])
-    return {name: [row for row in rows if row["benchmark"] == name and row["date"] == last[name]] for name in last}
+        part = row["benchmark"], row.get("part")
+        last[part] = max(last.get(part, ""), row["date"])
+    for row in rows:
+        if row["date"] == last[row["benchmark"], row.get("part")]:
+            found.setdefault(row["benchmark"], []).append(row)
+    return found
 
 
 def machine(device: str, row: dict) -> str:
@@ -77,7 +83,8 @@ def table(rows: list[dict], device: str) -> str:
         reason; and a table of the bars.
     """
     if "bar" in rows[0]:
-        return f"{device}, commit {rows[0]['commit']}, {rows[0]['date'][:10]}.\n\n{bar_table(rows)}"
+        commits, days = (dict.fromkeys(row[key].split("T")[0] for row in rows) for key in ("commit", "date"))
+        return f"{device}, commit {', '.join(commits)}, {', '.join(days)}.\n\n{bar_table(rows)}"
     first = rows[0]
     cells = growth.lines_of(rows) if "axis" in first else _lines_of([row for row in rows if "missing" not in row])
     lines = [
