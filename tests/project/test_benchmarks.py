@@ -57,14 +57,16 @@ def test_results_become_tables_of_their_newest_run(tmp_path, capsys):
         results = {"fastgrpo": result | {"median_s": median}, "peer": result | {"median_s": 0.005}}
         facts = {"benchmark": "step", "model": "tiny", "dtype": "float32", "date": date}
         rows = rows_of(results, {"absent": "not installed"}, bars={"fast": at_least(3.0, 1.5)}, **facts)
-        append(rows, "cpu", tmp_path)
+        append([*rows, rows[-1] | {"benchmark": "first_gpu", "part": date, "bar": f"bar {date}"}], "cpu", tmp_path)
     readme = tmp_path / "README.md"
-    readme.write_text("above\n<!-- bench:step-cpu -->\nold\n<!-- /bench -->\nbelow\n")
+    table = "<!-- bench:{}-cpu -->\nold\n<!-- /bench -->\n"
+    readme.write_text("above\n" + table.format("first_gpu") + table.format("step") + "below\n")
     report.main(tmp_path, readme)
     assert "| fast | 3 | at least 1.5 | yes |" in capsys.readouterr().out
     text = readme.read_text()
     assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text and "9.00" not in text
     assert "| tiny | fastgrpo | 2.00 (1.00 to 3.00) | 1.00 | 3 |" in text
+    assert "bar 2026-01-01" in text and "bar 2026-02-02" in text  # the newest run of each part
     assert "| tiny | peer | 5.00 (1.00 to 3.00) | 2.50 | 3 |" in text and "Missing: absent (not installed)" in text
 
 

@@ -15,7 +15,7 @@ from fastgrpo import distill
 from fastgrpo.config.settings import SelectionConfig
 from fastgrpo.data.records import Prompt
 from fastgrpo.data.rows import Rows
-from fastgrpo.distill import REASONS, parse, repetition, select
+from fastgrpo.distill import REASONS, parse, select
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.tasks import dataset
 
@@ -168,10 +168,3 @@ def test_the_best_are_kept_and_of_equal_ones_the_first():
     kept, dropped = select(completions, rewards, LIMITS)
     assert [completion.content[-1] for completion, _ in kept] == ["0", "1"]
     assert dropped == {"beyond max_per_prompt": 2}
-
-
-def test_repetition_counts_runs_that_occur_again():
-    assert repetition([1, 2, 3, 4], 2) == 0.0
-    assert repetition([1, 2, 1, 2, 1], 2) == 0.5  # 12 21 12 21
-    assert repetition([7] * 9, 1) == 1 - 1 / 9
-    assert repetition([1, 2], 3) == 0.0 == repetition([], 1)
