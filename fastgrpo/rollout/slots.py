@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 # Prompt slots per full group of lanes. One is too few: a group with one unfinished completion still needs its prompt.
 PROMPTS_A_GROUP = 2
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # numbers of lanes of CUDA graphs
+# Numbers of lanes of a decode step on a CPU: oneDNN compiles a kernel for each, and keeps up to 1,024 of them.
+CPU_BUCKETS = (*range(1, 33), *range(40, BUCKETS[-1] + 1, 8))
 # Numbers of prompts of CUDA graphs. They are far apart, because each one multiplies the number of graphs.
 PROMPT_BUCKETS = (4, 16, 64, 256, 1024)
 MOST_LANES = BUCKETS[-1]  # maximum lanes if max_num_seqs is None and no group is larger
