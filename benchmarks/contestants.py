@@ -164,8 +164,8 @@ def contest(
         rounds: As in `compare`.
         missing: The reason for each variant that does not run.
         seconds: As in `compare`.
-        whole: Whether the peak memory is the peak resident memory of the process, with the model and all state of
-            training, instead of torch's allocations in a call.
+        whole: Whether the peak memory is the peak resident memory of the process (on a GPU, the most that torch
+            reserved), with the model and all state of training, instead of torch's allocations in a call.
 
     Raises:
         Failed: One of our variants failed. A peer that fails is recorded as missing.

@@ -56,11 +56,11 @@ def newest(path: Path) -> dict[str, list[dict]]:
     The parts of first_gpu are separate runs.
     """
     rows, last, found = [json.loads(line) for line in path.read_text().splitlines()], {}, {}
-    for row in rows:
-        part = row["benchmark"], row.get("part")
-        last[part] = max(last.get(part, ""), row["date"])
-    for row in rows:
-        if row["date"] == last[row["benchmark"], row.get("part")]:
+    runs = [(row["benchmark"], row["part"] if "bar" in row else "") for row in rows]
+    for run, row in zip(runs, rows, strict=True):
+        last[run] = max(last.get(run, ""), row["date"])
+    for run, row in zip(runs, rows, strict=True):
+        if row["date"] == last[run]:
             found.setdefault(row["benchmark"], []).append(row)
     return found
 
@@ -83,8 +83,7 @@ def table(rows: list[dict], device: str) -> str:
         reason; and a table of the bars.
     """
     if "bar" in rows[0]:
-        commits, days = (dict.fromkeys(row[key].split("T")[0] for row in rows) for key in ("commit", "date"))
-        return f"{device}, commit {', '.join(commits)}, {', '.join(days)}.\n\n{bar_table(rows)}"
+        return f"{device}\n\n{bar_table(rows)}"
     first = rows[0]
     cells = growth.lines_of(rows) if "axis" in first else _lines_of([row for row in rows if "missing" not in row])
     lines = [
@@ -122,7 +121,7 @@ def summary(found: dict[str, list[dict]]) -> str:
 
 
 def bar_table(rows: list[dict]) -> str:
-    """Format bars as Markdown: measured value, limit, and for `make first-gpu` the prediction.
+    """Format bars as Markdown: measured value, limit, and for `make first-gpu` the prediction and the commit.
 
     Args:
         rows: One per bar. If it was not measured, "missing" is the reason.
@@ -130,9 +129,11 @@ def bar_table(rows: list[dict]) -> str:
     shown = ["part", "bar", "measured", "predicted", "limit", "met"]
     if "part" not in rows[0]:
         shown = ["bar", "measured", "limit", "met"]
+    elif "commit" in rows[0]:  # parts may be of several commits
+        shown.append("commit")
     lines = [shown, ["---"] * len(shown)]
     for row in rows:
-        told = {key: row.get(key) or "" for key in ("part", "bar", "predicted", "limit")} | {"measured": "-", "met": ""}
+        told = {key: row.get(key) or "" for key in ("part", "bar", "predicted", "limit", "commit")} | {"measured": "-", "met": ""}
         if "measured" in row:
             told |= {"measured": format(row["measured"], "g"), "met": "yes" if row["met"] else "no"}
         elif row["missing"]:

@@ -72,7 +72,8 @@ def run(
 
     Each row has step, seconds of training, accuracy, peak memory in MiB, and whether it is the last. The run ends after
     `limit` seconds of training, or after those of the task, or with the target if the task `ends` then. The memory is
-    the peak resident memory of the process, or on a GPU the most that torch reserved.
+    the peak resident memory of the process, or on a GPU the most that torch reserved; that excludes
+    the memory which `fastgrpo.rollout.mapped` maps if GPU memory is short.
     """
     task = TASKS[name]
     steps, every = (4, 2) if SMALL else (task.steps, task.every)
