@@ -3,10 +3,10 @@
     python -m benchmarks.first_gpu [PART ...]
 
 Each part is a process with its own time limit, the most important ones first. The parts of `NAMED` run only if they are
-named; the eight minutes are not a limit for named parts. A part that fails, is killed or times out loses only its own lines. The final table has the measured and the
-predicted value of every bar. Results are added to results/<gpu>.jsonl after each part. The table, and the last output
-of failed parts, go to results/<gpu>-first.txt. Without a GPU the exit code is 2. With FASTGRPO_BENCH_SMALL=1 the parts
-run at a tiny size on a CPU, have no time limit, and write nothing.
+named; the eight minutes are not a limit for named parts. A part that fails, is killed or times out loses only its own
+lines. The final table has the measured and the predicted value of every bar. Results are added to results/<gpu>.jsonl
+after each part. The table, and the last output of failed parts, go to results/<gpu>-first.txt. Without a GPU the exit
+code is 2. With FASTGRPO_BENCH_SMALL=1 the parts run at a tiny size on a CPU, have no time limit, and write nothing.
 """
 
 import contextlib

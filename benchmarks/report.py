@@ -133,7 +133,8 @@ def bar_table(rows: list[dict]) -> str:
         shown.append("commit")
     lines = [shown, ["---"] * len(shown)]
     for row in rows:
-        told = {key: row.get(key) or "" for key in ("part", "bar", "predicted", "limit", "commit")} | {"measured": "-", "met": ""}
+        told = {key: row.get(key) or "" for key in ("part", "bar", "predicted", "limit", "commit")}
+        told |= {"measured": "-", "met": ""}
         if "measured" in row:
             told |= {"measured": format(row["measured"], "g"), "met": "yes" if row["met"] else "no"}
         elif row["missing"]:
