@@ -49,18 +49,7 @@ from fastgrpo.rollout.graph import Graphs, recordable
 from fastgrpo.rollout.lanes import Group, Lanes, Running
 from fastgrpo.rollout.mapped import Mapped, works
 from fastgrpo.rollout.sampling import sample, sample_penalized, uniforms
-from fastgrpo.rollout.slots import (
-    BUCKETS,
-    CPU_BUCKETS,
-    Slots,
-    bucket,
-    copied_tokens,
-    fit,
-    growing,
-    kv_token_bytes,
-    memory_left,
-    settled,
-)
+from fastgrpo.rollout.slots import Slots, copied_tokens, fit, growing, kv_token_bytes, memory_left, settled
 from fastgrpo.rollout.weights import HeldWeights
 
 logger = logging.getLogger(__name__)
@@ -549,8 +538,7 @@ class RolloutEngine(RolloutBackend):
 
     def _decode(self, n):
         """Draw one more token on the first n lanes."""
-        # Few sizes, because each needs its own compiled kernels, and on a GPU its own graph.
-        n = bucket(n, self.geometry.lanes, BUCKETS if self.on_gpu else CPU_BUCKETS)
+        n = self.geometry.decoded(n, self.on_gpu)
         key = n, self.slots.members.shape, self.sampling.stop_token_ids, *self.sampling.distribution.values()
         self.graphs.run(key, lambda: self._step(n))
         self.steps += 1

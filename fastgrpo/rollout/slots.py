@@ -76,6 +76,13 @@ class Geometry:
         """Tokens of all slots."""
         return self.lanes * self.lane_tokens + self.prompts * self.longest_prompt * (not self.flat)
 
+    def decoded(self, count: int, on_gpu: bool) -> int:
+        """Return how many lanes a decode step computes if the first `count` are in use.
+
+        They are few numbers, because each needs its own compiled kernels, and on a GPU its own graph.
+        """
+        return bucket(count, self.lanes, BUCKETS if on_gpu else CPU_BUCKETS)
+
     def holds(self, prompt_length: int, limits: list[int]) -> bool:
         """Return whether a group fits if all lanes are free."""
         return (

@@ -183,7 +183,11 @@ def test_steps_after_a_resume_replace_earlier_versions():
 
 
 # The histogram counts every kept completion once, in the bin of its total reward.
-def test_many_values_share_bins_and_many_steps_share_columns(tmp_path):
+def test_few_values_have_a_bin_each_and_many_share_bins_and_columns(tmp_path):
+    found = histogram(written(tmp_path, sample(1, 0.0), sample(1, 1.0), sample(1, 1.0), sample(2, 0.5)))
+    assert found["step"] == [1, 2] and found["edges"] == [-0.25, 0.25, 0.75, 1.25]
+    assert found["counts"] == [[1, 0, 2], [0, 1, 0]] and "the 4 completions" in found["note"]
+    assert histogram(written(tmp_path, sample(1, 0.25)))["edges"] == [-0.25, 0.75]
     found = histogram(written(tmp_path, *(sample(step, (step * 0.37) % 1 - 0.2) for step in range(1, 601))))
     assert len(found["edges"]) == BINS + 1 and len(found["step"]) == len(found["counts"]) == COLUMNS
     assert found["step"][0] == 3 and found["step"][-1] == 600
@@ -197,7 +201,6 @@ def test_rewards_are_weighted_like_those_of_the_run_and_a_resumed_step_counts_on
     rows = [sample(step, 0.0) for step in (1, 2, 3)] + [sample(step, 1.0) for step in (2, 3)]
     found = histogram(written(tmp_path, *rows))
     assert found["step"] == [1, 2, 3] and found["counts"] == [[1, 0], [0, 1], [0, 1]]
-    assert histogram(written(tmp_path, sample(1, 0.25)))["edges"] == [-0.25, 0.75]
 
 
 @pytest.mark.parametrize("values", [(1e308, -1e308), (10**400, 1.0), (float("nan"), 1.0)])

@@ -90,6 +90,8 @@ def test_phases_share_a_geometry_only_where_memory_is_ample(ample):
     """And a smaller batch of a phase, such as a refill of a step, changes nothing."""
     phases, training, evaluation = {}, Geometry(64, 100, 16, 16, 8, False), Geometry(256, 100, 256, 16, 1, False)
     both, refill = Geometry(256, 100, 256, 16, 8, False), Geometry(8, 100, 1, 16, 8, False)
+    for on_gpu, sizes in ((False, 60), (True, 13)):  # a decode step has few sizes
+        assert len({both.decoded(n, on_gpu) for n in range(1, both.lanes + 1)}) == sizes
     budget = int(both.tokens / AMPLE) + 1 if ample else both.tokens
     chosen = [settled(phases, new, [], 1, budget) for new in (training, evaluation, refill, training, evaluation)]
     assert chosen == ([training] + [both] * 4 if ample else [training, evaluation, training, training, evaluation])

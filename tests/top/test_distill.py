@@ -15,7 +15,7 @@ from fastgrpo import distill
 from fastgrpo.config.settings import SelectionConfig
 from fastgrpo.data.records import Prompt
 from fastgrpo.data.rows import Rows
-from fastgrpo.distill import REASONS, parse, select
+from fastgrpo.distill import REASONS, parse, repetition, select
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.tasks import dataset
 
@@ -161,6 +161,10 @@ def test_completions_are_dropped_for_these_reasons():
     ]  # fmt: skip
     assert dropped == dict.fromkeys(REASONS[1:], 1)
     assert abs(kept[0][1] - (1 + 0.3 + 1 + 0.12)) < 1e-9  # its total reward
+    assert repetition([1, 2, 3, 4], 2) == 0.0
+    assert repetition([1, 2, 1, 2, 1], 2) == 0.5  # 12 21 12 21
+    assert repetition([7] * 9, 1) == 1 - 1 / 9
+    assert repetition([1, 2], 3) == 0.0 == repetition([], 1)
 
 
 def test_the_best_are_kept_and_of_equal_ones_the_first():

@@ -20,12 +20,7 @@ from fastgrpo.policy.model import Policy
 FULL, TEMPERATURE = {"beta": 0.2, "kl": "full"}, 0.8
 
 
-def soft_capped():
-    """A policy that trains by its own attention and whose logits are soft-capped."""
-    caps = {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 0.5}
-    return prepare(architectures.tiny_model("gemma2", **caps), own_attention=True)
-
-
+CAPS = {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 0.5}
 # name: (policy, device of the reference)
 POLICIES = {
     "copy": (lambda: Policy(tiny.model()), None),
@@ -33,7 +28,7 @@ POLICIES = {
     "checkpointed adapters": (
         lambda: Policy(add_lora(tiny.model(gradient_checkpointing=True), r=4, target_modules=("all-linear",))), None,
     ),
-    "soft-capped": (soft_capped, None),
+    "soft-capped": (lambda: prepare(architectures.tiny_model("gemma2", **CAPS), own_attention=True), None),
 }  # fmt: skip
 
 
