@@ -139,7 +139,7 @@ TASKS = {
     "embedded": RaceTask(
         "0.2M parameters, sums with a carry", functools.partial(warm_start, arithmetic), carries,
         [arithmetic.correctness], prompts=32, updates=2, steps=300, every=20, target=0.95, limit=400,
-        settings=COMMON | {"learning_rate": 3e-4, "beta": 0.005, "max_completion_length": 28, "warmup_steps": 40,
+        settings=COMMON | {"learning_rate": 2e-4, "beta": 0.04, "max_completion_length": 28, "warmup_steps": 40,
                            "max_grad_norm": 2.0},
     ),
     "calculator": RaceTask(

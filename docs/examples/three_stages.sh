@@ -9,7 +9,7 @@ all=(--task arithmetic --seed 42 --dtype float32) # flags of every command
 start=() # the first model
 each=(--reward_funcs correctness format_reward steps_reward --eval_num_generations 8) # flags of every training
 sft=(--max_steps 240)
-grpo=(--max_steps 280 --eval_steps 140 --reward_weights 1 0 0)
+grpo=(--max_steps 280 --eval_steps 140 --reward_weights 1 0 0 --learning_rate 3e-4 --beta 0.005)
 distill=(--num_generations 4)
 distilled=(--max_steps 300)
 if [ $# -gt 1 ]; then source "$2"; fi
