@@ -16,10 +16,10 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_built_in_example_learns(tmp_path):
-    assert main(["--seed", "0", "--output_dir", str(tmp_path / "run")]) == 0
+    assert main(["--seed", "1", "--output_dir", str(tmp_path / "run")]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     before, after = summary["accuracy_before"], summary["accuracy_after"]
-    assert before < 0.9 and after >= 0.95 and 1 - after <= 0.2 * (1 - before)  # rounding decides where GRPO begins
+    assert before < 0.8 and after >= 0.95 and 1 - after <= 0.2 * (1 - before)  # rounding decides where GRPO begins
 
 
 def test_shuffled_rewards_teach_nothing(tmp_path):
