@@ -138,7 +138,7 @@ def gym_sums(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 TASKS = {
     "embedded": RaceTask(
         "0.2M parameters, sums with a carry", functools.partial(warm_start, arithmetic), carries,
-        [arithmetic.correctness], prompts=32, updates=2, steps=300, every=20, target=0.95, limit=400,
+        [arithmetic.correctness], prompts=32, updates=2, steps=300, every=20, target=0.95, limit=600,
         settings=COMMON | {"learning_rate": 2e-4, "beta": 0.04, "max_completion_length": 28, "warmup_steps": 40,
                            "max_grad_norm": 2.0},
     ),
