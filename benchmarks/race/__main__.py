@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -181,7 +182,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     for variant, runs in runs_of(rows).items():
         last = [run[-1] for run in runs]
         reached = [time for run in runs if (time := seconds_to(run, task.target)) is not None]
-        time = f"{median_low(reached):.0f}" if reached else f"not in {max(row['seconds'] for row in last):.0f}"
+        middle = median_low(reached + [math.inf] * (len(runs) - len(reached)))
+        time = f"not in {max(row['seconds'] for row in last):.0f}" if math.isinf(middle) else f"{middle:.0f}"
         cells = [
             variant,
             str(len(runs)),

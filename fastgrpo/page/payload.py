@@ -150,8 +150,7 @@ def _buckets(count, points):
 
 def headline(run: Run) -> list[dict[str, str]]:
     """Return the main figures of a run."""
-    steps = run.summary.get("steps", run.last_step) if run.finished else run.last_step
-    planned = run.config.get("max_steps")
+    steps, planned = run.last_step, run.config.get("max_steps")
     state = "finished" if run.finished else "not finished: still running, or stopped"
     if not run.finished and isinstance(planned, int) and planned >= steps > 0:
         state = f"of {planned:,}; {state}"
@@ -172,12 +171,13 @@ def about(run: Run) -> list[dict[str, str]]:
     """Describe a run: model, data, method and versions."""
     config, names = run.config, {"train": "GRPO", "sft": "supervised training"}
     command = config.get("command")
-    model = config.get("model_name_or_path") or ("the task's own small model" if "task" in config else None)
+    command_line = "dataset_name" in config  # a run made in Python has the default of `task`, and uses none
+    model = config.get("model_name_or_path") or ("the task's own small model" if command_line else None)
     training = names.get(command, command)
     if command == "train" and config.get("loss_type"):
         training = f"GRPO with the loss {config['loss_type']}"
     rows = {
-        "task": config.get("task"),
+        "task": config.get("task") if command_line else None,
         "data": config.get("dataset_name"),
         "model": model,
         "training": training,

@@ -48,8 +48,7 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether the run has finished. The summary of an earlier end does not count after a resume."""
-        steps = self.summary.get("steps")
-        return isinstance(steps, int) and steps >= self.last_step
+        return self.summary.get("steps") == self.last_step
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:

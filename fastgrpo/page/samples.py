@@ -122,11 +122,13 @@ def _parse(line):
 
 
 def _total(rewards, weights):
-    """Return the weighted sum of the rewards of a completion, without null; None if all are null."""
+    """Return the weighted sum of the rewards of a completion, without null; None if all are null.
+
+    The rewards that a run adds itself follow those with weights. Their weight is 1.
+    """
     if not isinstance(rewards, dict):
         return None
-    factors = weights if len(weights) == len(rewards) else [1.0] * len(rewards)
-    pairs = zip(factors, rewards.values(), strict=True)
+    pairs = zip(itertools.chain(weights, itertools.repeat(1.0)), rewards.values())  # noqa: B905
     given = [factor * value for factor, value in pairs if finite(value) is not None]
     return finite(sum(given)) if given else None
 

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Self
 
+from fastgrpo.config.fields import did_you_mean
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.ranks import ALONE, RankLost, Ranks, apart, together
 from fastgrpo.run.folder import RunFolder
@@ -317,7 +318,8 @@ class Checkpointer:
             return
         value = self.log.latest[metric][1] if self._measured(step) else math.nan
         if math.isnan(value):
-            self.log.say(f"step {step}: {metric} was not measured, so checkpoint-{step} cannot be the best one")
+            meant = did_you_mean(metric, self.log.latest)
+            self.log.say(f"step {step}: {metric} was not measured, so checkpoint-{step} cannot be the best one{meant}")
         elif self.best is None or (value > self.best["value"] if self.greater else value < self.best["value"]):
             self.best = {"metric": metric, "value": value, "step": step}
 

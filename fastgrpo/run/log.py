@@ -19,7 +19,7 @@ from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data.prompts import transcript
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.run.folder import RunFolder, contents, made_in, remove
-from fastgrpo.run.metrics import SAMPLE_COLUMNS, check_metric, entry, read_history, reduced
+from fastgrpo.run.metrics import SAMPLE_COLUMNS, entry, read_history, reduced
 from fastgrpo.run.resume import open_run
 from fastgrpo.run.terminal import Terminal
 from fastgrpo.run.trackers import TRACKERS, named
@@ -40,7 +40,6 @@ class RunLog:
     def __init__(self, config: TrainingConfig, inputs: Mapping[str, Path] | None = None) -> None:
         self.started = time.perf_counter()
         self.config, self.terminal = config, Terminal(bars=not config.disable_tqdm, quiet=config.quiet)
-        check_metric(config.metric_for_best_model)
         self.folder, self.checkpoint = open_run(config, self.say, inputs)
         self.dir = self.folder.path
         self._files, self._trackers = {}, []

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastgrpo.config.fields import did_you_mean
 
 METRICS = {
     "loss": "mean of the loss over the updates of a step. In supervised training it is the negative log-likelihood of "
@@ -161,15 +160,6 @@ _PATTERNS = [re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(known))) for known 
 def is_known(name: str) -> bool:
     """Return whether a name is a metric of the table, or the step of a line."""
     return any(pattern.fullmatch(name) for pattern in _PATTERNS)
-
-
-def check_metric(name: str | None) -> None:
-    """Raise ValueError for a misspelt metric. Other unknown names may be logged by a reward function."""
-    if name is None or is_known(name) or is_known(name.replace("eval_", "eval/", 1)):
-        return
-    meant = did_you_mean(name, METRICS)
-    if meant or not name:  # a reward function may log any other name
-        raise ValueError(f"unknown metric {name!r}{meant}")
 
 
 def reduced(name: str, values: Sequence[float]) -> float:

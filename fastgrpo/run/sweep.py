@@ -62,13 +62,15 @@ def take_sweep(argv: list[str]) -> list[SweepRun] | None:
         if name in grid.keys() & OWN or any(word.partition("=")[0] == f"--{name}" for word in rest):
             raise ValueError(f"{name} is set by the sweep itself; leave it out")
     for values in itertools.product(*grid.values()) if grid else ():
-        title = ",".join(f"{name}={value}" for name, value in zip(grid, values, strict=True))
+        parts = [f"{name}={value}" for name, value in zip(grid, values, strict=True)]
+        title = ",".join(parts)
         own = [word for name, value in zip(grid, values, strict=True) for word in (f"--{name}", *value.split())]
         name = re.sub(r"[^\w.,=+-]+", "-", title, flags=re.ASCII)[:120]
         name += "" if name == title else "-" + hashlib.sha256(title.encode()).hexdigest()[:8]
         config = parse([*rest, *own])
         if all(config != run.config for run in runs):  # 0 and 0.0 are one run
-            runs.append(SweepRun(re.sub(r",?seed=\S*$", "", title), name, [*rest, *own], config))
+            setting = ",".join(part for part, swept in zip(parts, grid, strict=True) if swept != "seed")
+            runs.append(SweepRun(setting, name, [*rest, *own], config))
     return runs or None
 
 
@@ -156,10 +158,10 @@ def _report(runs, folder, terminal):
             curves = [dict(zip(steps, moving_average(values, window), strict=True)) for steps, values in series]
             steps = sorted(set.intersection(*map(set, curves)))  # steps of all runs of the setting
             means = [statistics.mean(curve[step] for curve in curves) for step in steps]
-            widths = [statistics.pstdev(curve[step] for curve in curves) for step in steps]
             several = len(paths) > 1  # one run has no deviation
+            widths = [statistics.stdev(curve[step] for curve in curves) for step in steps] if several else None
             label = f"{setting} ({len(paths)} runs)" if several else setting
-            axis.errorbar(steps, means, widths if several else None, label=label, elinewidth=0.5)
+            axis.errorbar(steps, means, widths, label=label, elinewidth=0.5)
         axis.set(title=metric, xlabel="step", ylabel=f"mean over seeds, moving average over {window} logged steps")
         axis.legend(*axis.get_legend_handles_labels(), fontsize="small")
     figure.savefig(folder.claim("sweep.png"), dpi=100)

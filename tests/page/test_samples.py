@@ -195,7 +195,8 @@ def test_few_values_have_a_bin_each_and_many_share_bins_and_columns(tmp_path):
 
 
 def test_rewards_are_weighted_like_those_of_the_run_and_a_resumed_step_counts_once(tmp_path):
-    rows = [sample(1, 0, rewards={"right": 1.0, "short": 0.5}), sample(1, 0, rewards={"right": 0.0, "short": None})]
+    rewards = {"right": 1.0, "short": 0.5, "added": 0.0}, {"right": 0.0, "short": None, "added": 0.0}
+    rows = [sample(1, 0, rewards=each) for each in rewards]
     found = histogram(written(tmp_path, *rows), [1.0, 2.0])
     assert found["edges"] == [-1.0, 1.0, 3.0] and found["counts"] == [[1, 1]]
     rows = [sample(step, 0.0) for step in (1, 2, 3)] + [sample(step, 1.0) for step in (2, 3)]

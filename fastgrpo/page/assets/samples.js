@@ -144,7 +144,7 @@ function turnsOf({ prompt }) {
 function total(completion, weights) {
   const values = Object.values(completion.rewards);
   if (!values.some((value) => value !== null)) return null;
-  return values.reduce((sum, value, i) => sum + (value || 0) * (weights.length === values.length ? weights[i] : 1), 0);
+  return values.reduce((sum, value, i) => sum + (value || 0) * (weights[i] ?? 1), 0);
 }
 
 /** Append the messages of a prompt, or of a completion's own prompt. */
