@@ -197,11 +197,14 @@ def _parameters(name, tools):
 
 
 def _typed(value, schema):
-    """Convert an argument given as text to the type in its schema."""
+    """Convert an argument given as text to the type in its schema.
+
+    Chat templates write booleans as in Python, so models do too.
+    """
     types = schema.get("type", "string")
     if types == "string" or "string" in types:
         return value
     try:
-        return json.loads(value)
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(value, value))
     except (ValueError, RecursionError):
         return value

@@ -61,7 +61,10 @@ _REWRITES = [
         # Units in braces after a value, and exponents of units, are not part of the value.
         (r"\^\{?\\circ\}?|[°º˚]|\\degree(?![A-Za-z])", ""),
         (rf"(?:(?<=[0-9}})\]π%x])|(?<=\\pi)) ?{_UNIT}(?: ?(?:/|·|\\cdot)? ?{_UNIT})*", " "),
-        (rf"(?:{_TEXT}\{{[^{{}}0-9]*\}}|(?<![A-Za-z\\])(?:[ckdm]?m|in|ft|yd|mi|[a-z]{{4,}})) ?\^\{{?[23]\}}?", " "),
+        (
+            rf"(?:{_TEXT}\{{[^{{}}0-9]*\}}|(?<![A-Za-z\\])(?:[ckdm]?m|in|ft|yd|mi|[a-z]{{4,}})) ?\^(?:[23]|\{{[23]\}})",
+            " ",
+        ),
         _UNWRAPPED,
         _UNWRAPPED,  # again, for nested ones
         # A space separates the whole part of a mixed number from its fraction.

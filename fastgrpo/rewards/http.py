@@ -179,7 +179,9 @@ class HttpScorer:
 
 
 _JITTER = random.Random()  # not the global generator, which follows the seed of the run
-_NOT_SENT = ("completion_ids", "trainer_state", "log_metric", "log_extra", "log_steps")
+_NOT_SENT = (
+    "completion_ids", "trainer_state", "log_metric", "log_extra", "log_steps", "environments", "tool_mask"
+)  # fmt: skip
 
 
 def _parsed(url):

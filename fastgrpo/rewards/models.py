@@ -331,7 +331,8 @@ class ProcessRewardModel(Judge):
         `log_extra` gets the column NAME/steps. `log_steps` gets ends and rewards of the steps if the policy's tokenizer
         is known (`place`), as with process_rewards=token.
         """
-        split = [split_steps(_text(completion), self.separator) for completion in completions]
+        written = [_drawn(completion) for completion in completions]
+        split = [[step for text in texts for step in split_steps(text, self.separator)] for texts in written]
         build = self._text_with_tags if self._by_tokens else self._ids_with_tags
         texts = [
             build(prompt, [text for text, _ in of_one]) if of_one else ([], [])
@@ -344,10 +345,11 @@ class ProcessRewardModel(Judge):
         if log_extra is not None:
             log_extra(f"{self.__name__}/steps", rewards)
         if log_steps is not None and self.policy_tokenizer is not None:
-            text, ends = TokenText(self.policy_tokenizer), []
-            for ids, of_one, of_model in zip(completion_ids, split, rewards, strict=True):
-                ends.append(text.counts(ids, [end for _, end in of_one]) if of_model else [])
-            log_steps(*_one_step_a_token(ends, rewards))
+            text, found = TokenText(self.policy_tokenizer), []
+            for ids, texts, of_one, of_model in zip(completion_ids, written, split, rewards, strict=True):
+                ends = _ends_in(self.policy_tokenizer.decode(ids, skip_special_tokens=True), texts, of_one)
+                found.append((text.counts(ids, ends), of_model) if of_model and ends else ([], []))
+            log_steps(*_one_step_a_token(found))
         return [aggregate(of_one, self.aggregation) if of_one else None for of_one in rewards]
 
     def _ids(self, text, plain=False):
@@ -445,7 +447,30 @@ def _text(messages):
     return "\n".join(m["content"] or "" for m in messages if m["role"] != "system")
 
 
-def _one_step_a_token(ends, rewards):
+def _drawn(completion):
+    """Return the texts of the policy's turns in a completion."""
+    if isinstance(completion, str):
+        return [completion]
+    return [message["content"] or "" for message in completion if message["role"] == "assistant"]
+
+
+def _ends_in(decoded, texts, steps):
+    """Return where the steps of texts end in the decoded completion, or an empty list if one of them is not there.
+
+    The completion also has thoughts, tool calls and answers. A thought may repeat a step, so search from the end.
+    """
+    if len(texts) == 1 and (start := decoded.rfind(texts[0])) >= 0:
+        return [start + end for _, end in steps]
+    ends, start = [], len(decoded)
+    for step, _ in reversed(steps):
+        start = decoded.rfind(step, 0, start)
+        if start < 0:
+            return []
+        ends.insert(0, start + len(step))
+    return ends
+
+
+def _one_step_a_token(found):
     """Join steps that end in the same token, and keep the reward of the last one."""
-    kept = [dict(zip(at, of_one or [], strict=True)) for at, of_one in zip(ends, rewards, strict=True)]
+    kept = [dict(zip(ends, rewards, strict=True)) for ends, rewards in found]
     return [list(of_one) for of_one in kept], [list(of_one.values()) for of_one in kept]

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-
 METRICS = {
     "loss": "mean of the loss over the updates of a step. In supervised training it is the negative log-likelihood of "
     "a token, nats. In GRPO it is near 0 on the first update of a rollout, where all ratios are 1 and the "

@@ -261,6 +261,7 @@ class Server:
 
     def _choices(self, job, body, hidden=False):
         how = body.stops, job.sampling.stop_token_ids, hidden, body.skip_special_tokens
+        how = *how, job.prompt_ids, body.stop_token_ids
         return [Choice(self.tokenizer, *how) for _ in range(job.n)]
 
     async def _drawn(self, jobs, choices):
@@ -311,8 +312,9 @@ class Server:
                 await self._finish(jobs, choices)
             scores = await self._scores(jobs, choices, scored)
             written, left = [], iter(scores)
-            for job, own in _by_job(jobs, choices):
-                prompt = self.tokenizer.decode(job.prompt_ids) if body.echo else ""
+            for prompt, (job, own) in zip(body.prompts, _by_job(jobs, choices), strict=True):
+                if not isinstance(prompt, str):
+                    prompt = self.tokenizer.decode(prompt, skip_special_tokens=body.skip_special_tokens)
                 for choice in own:
                     written.append(self._completion(body, texts, job, choice, next(left), prompt, len(written)))
             return self._reply("text_completion", jobs, choices, written)
@@ -334,18 +336,19 @@ class Server:
             ids = [*job.prompt_ids, *choice.ids][start:]
         elif body.echo:
             ids = [*job.prompt_ids, *choice.ids]
-        written = {"index": index, "text": prompt + choice.text, "finish_reason": choice.reason or "length",
-                   "stop_reason": choice.matched,
+        written = {"index": index, "text": prompt * body.echo + choice.text, "finish_reason": choice.reason or "length",
+                   "stop_reason": choice.stop_reason,
                    "logprobs": None if body.logprobs is None else texts.completion(ids, logps, top)}  # fmt: skip
         more = {"token_ids": choice.ids, "prompt_token_ids": job.prompt_ids} if body.return_token_ids else {}
         return written | more
 
     def _completion_chunk(self, body, texts, job, choice, index, delta, count):
         ids, logps = choice.ids[len(choice.ids) - count :], choice.logps[len(choice.ids) - count :]
-        logprobs = None if body.logprobs is None else texts.completion(ids, logps, None)
+        logprobs = None if body.logprobs is None else texts.completion(ids, logps, None, choice.offset)
+        choice.offset += sum(map(len, logprobs["tokens"])) if logprobs else 0
         more = {"token_ids": ids} if body.return_token_ids else {}
         chunk = {"index": index, "text": delta, "finish_reason": choice.reason, "logprobs": logprobs}
-        return [chunk | {"stop_reason": choice.matched} | more]
+        return [chunk | {"stop_reason": choice.stop_reason} | more]
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -370,7 +373,7 @@ class Server:
                 logprobs = texts.chat(choice.ids, choice.logps, tops) if body.logprobs else None
                 more = {"token_ids": choice.ids} if body.return_token_ids else {}
                 written.append({"index": index, "message": message, "finish_reason": reason, "logprobs": logprobs,
-                                "stop_reason": choice.matched} | more)  # fmt: skip
+                                "stop_reason": choice.stop_reason} | more)  # fmt: skip
             more = {"prompt_token_ids": ids} if body.return_token_ids else {}
             return self._reply("chat.completion", [job], choices, written) | more
 
@@ -406,7 +409,7 @@ class Server:
         async def answer():
             await self._finish([job], choices)
             written = [
-                {"index": i, "token_ids": choice.ids, "finish_reason": choice.reason, "stop_reason": choice.matched,
+                {"index": i, "token_ids": choice.ids, "finish_reason": choice.reason, "stop_reason": choice.stop_reason,
                  "logprobs": None if how.logprobs is None else texts.chat(choice.ids, choice.logps, as_vllm=True),
                  "weight_versions": protocol.weight_versions(choice)}
                 for i, choice in enumerate(choices)

@@ -28,6 +28,7 @@ NEUTRAL = {
     "add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": True,
     "parallel_tool_calls": True, "modalities": ["text"],
 }  # fmt: skip
+CONTEXT = 8  # tokens of the prompt that are decoded with a completion, because its first space may depend on them
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]  # a million errors take seconds
 
@@ -214,19 +215,26 @@ class Choice:
         text: The text so far. It ends before characters that may belong to a stop string or are incomplete.
         reason: Why it ended, as OpenAI names it, or None.
         matched: The stop string or token that ended it, or None.
+        offset: Number of characters of the tokens that a stream has written.
         versions: For each token, the version of the weights that drew it.
         opened: Whether a chunk of a stream has been written.
     """
 
     def __init__(
         self, tokenizer: Any, stops: list[str] = (), stop_ids: tuple[int, ...] = (), hidden: bool = False,
-        skip_special: bool = True,
+        skip_special: bool = True, prompt: list[int] = (), asked: list[int] = (),
     ):  # fmt: skip
         self._tokenizer, self._stops, self._stop_ids, self._hidden = tokenizer, stops, stop_ids, hidden
-        self._skip_special = skip_special
+        self._skip_special, self._asked = skip_special, asked  # `asked` are the stop tokens that the request names
+        self._after = [*prompt[-CONTEXT:]]  # the last tokens of the prompt, then the drawn ones
         self.ids, self.logps, self.versions, self.text = [], [], [], ""
-        self.reason, self.matched, self.opened = None, None, False
-        self._decoded, self._first, self._done = "", 0, 0
+        self.reason, self.matched, self.opened, self.offset = None, None, False, 0
+        self._decoded, self._first, self._done = "", 0, len(self._after)
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """What the request named to end a completion, and ended it; None for the model's own end token."""
+        return self.matched if isinstance(self.matched, str) or self.matched in self._asked else None
 
     def add(self, part: Part) -> int:
         """Add the tokens of a part, and return how many were added: those after a stop string are dropped."""
@@ -235,6 +243,7 @@ class Choice:
             if self.reason is not None:
                 break
             self.ids.append(token)
+            self._after.append(token)
             self.logps.append(logp)
             self.versions.append(part.version)
             if not self._hidden and token not in self._stop_ids:
@@ -244,14 +253,14 @@ class Choice:
         return len(self.ids) - before
 
     def _read(self, start, end):
-        return self._tokenizer.decode(self.ids[start:end], skip_special_tokens=self._skip_special)
+        return self._tokenizer.decode(self._after[start:end], skip_special_tokens=self._skip_special)
 
     def _decode(self):
         """Decode the newest token after a few preceding ones, as `TokenText` does."""
-        known, text = self._read(self._first, self._done), self._read(self._first, len(self.ids))
+        known, text = self._read(self._first, self._done), self._read(self._first, len(self._after))
         if len(text) > len(known) and not text.endswith(HALF):
             self._decoded += text[len(known) :]
-            self._first, self._done = self._done, len(self.ids)
+            self._first, self._done = self._done, len(self._after)
             self._cut()
 
     def _cut(self):
@@ -270,7 +279,8 @@ class Choice:
             self.matched = self.ids[-1]
         if self._hidden:
             return
-        whole = self._read(0, len(self.ids) - (self.matched is not None))
+        before = self._read(0, len(self._after) - len(self.ids))
+        whole = self._read(0, len(self._after) - (self.matched is not None))[len(before) :]
         self._decoded = whole if whole.startswith(self._decoded) else self._decoded
         self.text = self._decoded
 
@@ -298,12 +308,14 @@ class TokenTexts:
     def completion(
         self, ids: list[int], logps: list[float | None], top: list | None, offset: int = 0
     ) -> dict[str, Any]:
-        """Write the `logprobs` of /v1/completions."""
+        """Write the `logprobs` of /v1/completions. `top_logprobs` also has the token of each position."""
         texts, offsets = [self.text(token) for token in ids], []
         for text in texts:
             offsets.append(offset)
             offset += len(text)
-        tops = top and [each and {self.text(token): logp for token, logp in reversed(each)} for each in top]
+        likeliest = [each and {self.text(token): logp for token, logp in reversed(each)} for each in top or ()]
+        drawn = zip(texts, logps, strict=True)
+        tops = top and [each and {text: logp} | each for each, (text, logp) in zip(likeliest, drawn, strict=True)]
         return {"tokens": texts, "token_logprobs": logps, "top_logprobs": tops, "text_offset": offsets}
 
     def chat(

@@ -16,7 +16,8 @@ def tool(name, **types):
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
 
 
-TOOLS = [tool("add", a="integer", b="integer"), tool("say", text="string"), tool("look"), tool("calc", term="string")]
+TOOLS = [tool("add", a="integer", b="integer"), tool("say", text="string"), tool("look"), tool("calc", term="string"),
+         tool("set", on="boolean")]  # fmt: skip
 ADD = ("add", {"a": 1, "b": 2})
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 LLAMA = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
@@ -38,6 +39,8 @@ XML = (
     (tagged, XML, "", [ADD]),
     (tagged, "<tool_call><function=say><parameter=text>\n 1\n2 \n</parameter></function></tool_call>", "",
      [("say", {"text": " 1\n2 "})]),
+    (tagged, "<tool_call><function=set><parameter=on>False</parameter></function></tool_call>", "",
+     [("set", {"on": False})]),
     (tagged, "<tool_call><function=look></function></tool_call>", "", [("look", {})]),
     (tagged, LLAMA, LLAMA, []),
     (bare, LLAMA, "", [ADD]),

@@ -96,7 +96,9 @@ def test_what_is_sent_and_what_comes_back(server, monkeypatch):
     assert asked == {"prompts": [chat] * 3, "completions": texts, "answer": [0, 1, 2]}
     assert headers["authorization"] == "Bearer secret-key"
     monkeypatch.delenv(http.API_KEY)
-    assert judge(HttpScorer(f"{url}/object"), ["right", "unsure"]) == [1.0, None]
+    of_dialogues = {"environments": [object()] * 2, "tool_mask": [[1]] * 2}  # no columns of the rows
+    assert judge(HttpScorer(f"{url}/object"), ["right", "unsure"], **of_dialogues) == [1.0, None]
+    assert application.asked[-1][0].keys() == {"prompts", "completions"}
     assert "authorization" not in application.asked[-1][1]
     with pytest.raises(ValueError, match="column 'when'"):
         judge(HttpScorer("http://localhost:1/"), ["x"], when=[{1}])

@@ -252,6 +252,18 @@ def test_steps_are_logged_in_tokens_of_the_policy():
     close([first.rewards[name]], [min(expected)])
 
 
+def test_steps_of_a_dialogue_end_after_its_calls_and_answers():
+    """A thought repeats a step, and the tool's answer is none."""
+    judge, logged = ProcessRewardModel(labelled(), tiny.tokenizer()), []
+    judge.policy_tokenizer, last = tiny.tokenizer(), "it is 7\n\nyes"
+    ids = [*ids_of(start := "it is 7\n\nadd.<tool_call>...</tool_call>\ntool: 7\n"), *ids_of(last)]
+    turns = [
+        {"role": role, "content": text} for role, text in (("assistant", "add."), ("tool", "7"), ("assistant", last))
+    ]
+    judge(["p"], [turns], [ids], log_steps=lambda *steps: logged.append(steps))
+    assert logged[0][0] == [[13, len(start) + 7, len(ids)]]
+
+
 def test_settings_reach_the_model_of_a_folder(tmp_path):
     """And messages are read without a template."""
     name = f"prm:{saved(tmp_path / 'steps', causal(seed=1))}"

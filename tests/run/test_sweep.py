@@ -53,7 +53,7 @@ def test_makes_a_run_for_each_combination_and_seed():
     assert found[1].setting == "num_generations=2,learning_rate=1e-4"
     assert found[1].name == "num_generations=2,learning_rate=1e-4,seed=7"
     assert [(r.setting, r.name) for r in take_sweep(["--sweep_seeds", "1,2"])] == [("", "seed=1"), ("", "seed=2")]
-    seeds_first = take_sweep("--sweep seed=0,1 --sweep beta=0,0.1".split())
+    seeds_first = take_sweep(["--sweep", "seed=0,1", "--sweep", "beta=0,0.1"])
     assert [run.setting for run in seeds_first] == ["beta=0", "beta=0.1"] * 2
     assert take_sweep(["--max_steps", "3"]) is None
     assert len(take_sweep(["--sweep", "beta=0,0.0,1"])) == 2  # a value in two spellings is one run

@@ -12,6 +12,7 @@ import torch
 from processes import awaited
 from server import TOOL, start
 
+from fastgrpo.data.records import StopReason
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.serving import app
@@ -90,8 +91,9 @@ def test_echo_scores_the_prompt_and_names_the_likeliest_tokens(post):
         drawn = expected.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
         drawn = drawn.clamp(min=-9999.0)  # the filters exclude most tokens of the prompt
         torch.testing.assert_close(torch.tensor(found["token_logprobs"][1:]), drawn, atol=1e-4, rtol=1e-4)
-        for top, row in zip(found["top_logprobs"][1:], expected, strict=True):
-            found_top = sorted(top.values(), reverse=True)
+        for token, top, row in zip(ids[1:], found["top_logprobs"][1:], expected, strict=True):
+            assert f"token_id:{token}" in top  # beyond the likeliest, as OpenAI and vLLM
+            found_top = sorted(top.values(), reverse=True)[:2]
             torch.testing.assert_close(found_top, row.topk(2).values.tolist(), atol=1e-4, rtol=0)
         alone = post("/v1/completions", **asked)["choices"][0]["logprobs"]
         assert alone["top_logprobs"] == found["top_logprobs"][3:] and len(alone["tokens"]) == 3
@@ -140,12 +142,23 @@ def test_chunks_add_up_to_the_answer(post, stream, chat, stop):
             assert [e for part in own for e in part["logprobs"]["content"]] == choice["logprobs"]["content"]
         else:
             text, deltas = choice["text"], [part["text"] for part in own]
+            assert [at for part in own for at in part["logprobs"]["text_offset"]] == choice["logprobs"]["text_offset"]
         assert "".join(deltas) == text and len(own) > 1
         if choice["finish_reason"] == "stop" and stop:
-            matched = choice["stop_reason"] if choice["stop_reason"] in stop else ""  # or the end token
+            matched = choice["stop_reason"] or ""  # or the model's end token
             assert tiny.tokenizer().decode(choice["token_ids"], skip_special_tokens=True) == text + matched
         assert not any(s in text for s in stop)
     assert not stop or any(choice["finish_reason"] == "stop" for choice in whole["choices"])
+
+
+def test_a_completion_keeps_the_space_before_its_first_word():
+    class Stripping:  # as the tokenizers of Llama 2
+        def decode(self, ids, **_):
+            return "".join([" The", " cat", "!"][i] for i in ids).removeprefix(" ")
+
+    choice = Choice(Stripping(), prompt=[0])
+    choice.add(Part([1, 2], [0.0] * 2, StopReason.LENGTH, "0"))
+    assert choice.text == " cat!"
 
 
 @pytest.mark.parametrize("size", [1, 4, 99])
