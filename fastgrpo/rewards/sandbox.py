@@ -397,24 +397,24 @@ class Assertion:
 
 
 def program_of(text: str) -> str | None:
-    r"""Find the program of a completion.
+    r"""Find the program of a completion. As in Markdown, its lines lose the indentation of its fence.
 
     Examples:
         >>> program_of("Try ```x```:\\n```python\\nprint(1)\\n```")
         'print(1)\\n'
     """
-    program, block, language = None, None, ""
+    program, block, language, indent = None, None, "", 0
     for line in text.split("\n"):
-        words = line.strip(" \t\r")
+        words, spaces = line.strip(" \t\r"), len(line) - len(line.lstrip(" "))
         named = words[3:].strip()
         fence = words.startswith("```") and not any(map(str.isspace, named))
         if block is None and fence:
-            block, language = [], named.lower()
+            block, language, indent = [], named.lower(), spaces
         elif block is not None and fence and not named:
             program = "".join(f"{each}\n" for each in block) if language in _LANGUAGES else program
             block = None
         elif block is not None:
-            block.append(line)
+            block.append(line[min(indent, spaces) :])
     return program
 
 
