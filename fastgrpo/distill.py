@@ -70,6 +70,8 @@ def distill(argv: list[str]) -> None:
     ranks = join(config.device)
     tokenizer = load_tokenizer(config.model, config.trust_remote_code)
     task = find_task(config.task).build(config, tokenizer)
+    if task.tools or task.environment:
+        raise ValueError(f"task {config.task} has tools, and fastgrpo.distill calls none")
     functions = needed_rewards(task, config)
     if task.steps_reward is not None and not config.reward_funcs:
         functions = [*functions, task.steps_reward]

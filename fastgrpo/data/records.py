@@ -365,6 +365,8 @@ class TrainerState:
     num_train_epochs: float = 0
     is_world_process_zero: bool = True
     is_local_process_zero: bool = True
+    # Not fields: transformers' callbacks read them, and they never change.
+    is_hyper_param_search, trial_name, trial_params, total_flos = False, None, None, 0
 
     def count(self, rows: int, tokens: int, of: int) -> None:
         """Add the rows and tokens of a step. `of` is the number of rows in an epoch."""

@@ -1,5 +1,6 @@
 """The slow backend: transformers' `generate`, for models that the engine does not support, and for comparisons."""
 
+import random
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,8 +11,6 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from fastgrpo.data.records import Sample, StopReason, Turn
 from fastgrpo.rollout.backend import Request, RolloutBackend
 from fastgrpo.rollout.sampling import OFF, SamplingParams, filter_logps
-
-TURN_STRIDE = 0x9E3779B97F4A7C15  # between the seeds of two turns: 2**64 times the golden ratio
 
 
 @contextmanager
@@ -176,8 +175,10 @@ class HFBackend(RolloutBackend):
         if sampling.temperature > 0:
             settings = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
             settings |= {"do_sample": True, "min_p": sampling.min_p or None}
+        first = lanes[0]  # differs between the batches of a step, and between ranks
+        seed = random.Random(f"{sampling.seed} {first.request.draw_key} {first.number} {turn}").getrandbits(63)
         with torch.random.fork_rng([device] if device.type == "cuda" else []), _plain(self.policy.module):
-            torch.manual_seed((sampling.seed + turn * TURN_STRIDE) % 2**64)
+            torch.manual_seed(seed)
             sequences = self.policy.module.generate(
                 ids.to(device),
                 attention_mask=mask.to(device),

@@ -6,6 +6,8 @@ rollout with all its updates. There are no events for single updates and for bat
 With several ranks, every rank calls its callbacks. A flag set on one rank applies to all.
 """
 
+import dataclasses
+import json
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -55,6 +57,18 @@ class Arguments:
         if name.startswith("__") or name == "config":
             raise AttributeError(name)
         return getattr(self.config, name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all settings, as the callbacks of transformers log them."""
+        return dataclasses.asdict(self.config) | {"output_dir": self.output_dir}
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """Return all settings; those other than numbers, booleans and texts as text."""
+        return {name: v if isinstance(v, bool | int | float | str) else str(v) for name, v in self.to_dict().items()}
+
+    def to_json_string(self) -> str:
+        """Return all settings as JSON."""
+        return json.dumps(self.to_dict(), indent=2, default=str)
 
 
 class Callbacks:

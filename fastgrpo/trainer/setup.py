@@ -66,7 +66,9 @@ def checked(args: Any, tokenizer: Any, kind: type[TrainingConfig]) -> TrainingCo
 
 def count_steps(args: TrainingConfig, rows: int) -> int:
     """Return the number of steps of a run. Raise a ValueError if they are too few to profile."""
-    steps = args.max_steps if args.max_steps >= 0 else math.ceil(args.num_train_epochs * rows / args.rows_per_step)
+    steps = args.max_steps
+    if steps < 0:  # rounded, because 1.1 * 100 is a little more than 110
+        steps = math.ceil(round(args.num_train_epochs * rows / args.rows_per_step, 6))
     needed = needed_steps(args.profile)
     if args.profile and needed > steps:
         raise ValueError(

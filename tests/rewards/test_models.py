@@ -257,9 +257,7 @@ def test_steps_of_a_dialogue_end_after_its_calls_and_answers():
     judge, logged = ProcessRewardModel(labelled(), tiny.tokenizer()), []
     judge.policy_tokenizer, last = tiny.tokenizer(), "it is 7\n\nyes"
     ids = [*ids_of(start := "it is 7\n\nadd.<tool_call>...</tool_call>\ntool: 7\n"), *ids_of(last)]
-    turns = [
-        {"role": role, "content": text} for role, text in (("assistant", "add."), ("tool", "7"), ("assistant", last))
-    ]
+    turns = [{"role": r, "content": text} for r, text in (("assistant", "add."), ("tool", "7"), ("assistant", last))]
     judge(["p"], [turns], [ids], log_steps=lambda *steps: logged.append(steps))
     assert logged[0][0] == [[13, len(start) + 7, len(ids)]]
 

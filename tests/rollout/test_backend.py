@@ -12,6 +12,11 @@ from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 
 
+def test_batches_have_random_numbers_of_their_own(backend):
+    drawn = backend(tiny.model(), max_num_seqs=4).generate(PROMPTS[:1] * 2, 4, SamplingParams(max_tokens=5, seed=3))
+    assert ids_of(drawn[:4]) != ids_of(drawn[4:])
+
+
 def test_a_failure_queues_requests_again_and_an_update_leaves_no_state(backend, monkeypatch):
     model = tiny.model()
     rollouts, sampling = backend(model, max_num_seqs=4), SamplingParams(max_tokens=5, seed=3)

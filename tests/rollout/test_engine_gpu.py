@@ -95,10 +95,7 @@ def test_fp32_logps_equal_a_teacher_forced_forward(sleeps):
 
 
 def test_graphs_follow_weights_filters_and_geometry():
-    """An update in place, weights in another place, other sampling, fewer and more lanes: as without graphs.
-
-    After each rollout, the memory of the KV cache and of merged adapters is released.
-    """
+    """Weights updated in place or elsewhere, other sampling, fewer and more lanes; memory is released in between."""
     assert works(torch.device("cuda", 0))
     model, prompts = model_and_prompts()
     model = add_lora(model, r=4, target_modules="all-linear")

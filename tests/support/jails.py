@@ -52,10 +52,7 @@ def descendants(process, others=()):
 
 
 def machine(others=()):
-    """What attacks try to change: all of it must be the same afterwards.
-
-    `others` are processes of earlier tests. Their browser starts and ends processes on its own.
-    """
+    """What attacks must not change. `others` are processes of earlier tests, such as a browser, which starts more."""
     return {
         "jails": ours(), "children": descendants(psutil.Process(), others),
         "mounts": Path("/proc/self/mounts").read_text(), "descriptors": set(os.listdir("/proc/self/fd")),

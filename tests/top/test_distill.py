@@ -95,6 +95,7 @@ def test_reports_wrong_arguments_and_keeps_existing_files(given, tmp_path, capfd
     check(distill.main, given, "out.jsonl exists already", capfd)
     assert (tmp_path / "out.jsonl").read_text() == "mine\n"
     check(distill.main, given[:-2], "--reward_funcs", capfd)
+    check(distill.main, [given[0], "--task", "calculator"], "has tools", capfd)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from runs import PROMPTS, lines, make_trainer, share_of_a
 from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.integrations import TensorBoardCallback
 
 from fastgrpo.run.checkpoint import read_state
 
@@ -58,7 +59,8 @@ class Wishes(TrainerCallback):
 
 def test_stopping_early_ends_a_run_like_its_last_step(tmp_path):
     stop, run = Wishes("should_training_stop"), tmp_path / "run"
-    make_trainer(tmp_path, eval_rows=PROMPTS[:2], max_steps=5, logging_steps=4, callbacks=[stop]).train()
+    settings = {"max_steps": 5, "logging_steps": 4, "callbacks": [stop, TensorBoardCallback]}
+    make_trainer(tmp_path, eval_rows=PROMPTS[:2], **settings).train()
     assert (run / "checkpoint-1").is_dir() and json.loads((run / "summary.json").read_text())["steps"] == 1
     logged = [{"reward", "eval/accuracy"} & set(row) for row in lines(run)]
     assert logged == [{"eval/accuracy"}, {"reward"}, {"eval/accuracy"}]

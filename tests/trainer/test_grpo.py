@@ -102,7 +102,9 @@ def test_a_run_writes_all_its_files(tmp_path, monkeypatch):
 
 
 def test_epochs_set_the_steps(tmp_path):
-    assert make_trainer(tmp_path, max_steps=-1, num_train_epochs=3, rows=PROMPTS * 3).state.max_steps == 9
+    for epochs, rows, of_step, steps in ((3, PROMPTS * 3, 4, 9), (2.2, PROMPTS[:1] * 25, 5, 11)):
+        settings = {"num_train_epochs": epochs, "rows": rows, "prompts_per_step": of_step}
+        assert make_trainer(tmp_path / str(epochs), max_steps=-1, **settings).state.max_steps == steps
 
 
 @pytest.mark.parametrize("samples, updates, sizes", [(5, 4, [1, 1, 1, 2]), (6, 3, [2, 2, 2])])
