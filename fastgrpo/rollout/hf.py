@@ -176,7 +176,7 @@ class HFBackend(RolloutBackend):
             settings = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
             settings |= {"do_sample": True, "min_p": sampling.min_p or None}
         first = lanes[0]  # differs between the batches of a step, and between ranks
-        seed = random.Random(f"{sampling.seed} {first.request.draw_key} {first.number} {turn}").getrandbits(63)
+        seed = random.Random(f"{sampling.seed % 2**64} {first.request.draw_key} {first.number} {turn}").getrandbits(63)
         with torch.random.fork_rng([device] if device.type == "cuda" else []), _plain(self.policy.module):
             torch.manual_seed(seed)
             sequences = self.policy.module.generate(
