@@ -128,7 +128,7 @@ def _total(rewards, weights):
     """
     if not isinstance(rewards, dict):
         return None
-    pairs = zip(itertools.chain(weights, itertools.repeat(1.0)), rewards.values())  # noqa: B905
+    pairs = zip(itertools.chain(weights, itertools.repeat(1.0)), rewards.values(), strict=False)
     given = [factor * value for factor, value in pairs if finite(value) is not None]
     return finite(sum(given)) if given else None
 

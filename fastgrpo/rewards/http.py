@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 
+from fastgrpo.data.prompts import RESERVED
 from fastgrpo.rewards.values import json_number, read_verdicts
 
 API_KEY = "FASTGRPO_REWARD_API_KEY"  # the environment variable of a secret that requests carry
@@ -94,7 +95,7 @@ class HttpScorer:
         Sends the other columns of the rows too. Raises ValueError if a column is not JSON or the response cannot be
         read, and ConnectionError if the server does not respond.
         """
-        sent = {name: values for name, values in columns.items() if name not in _NOT_SENT}
+        sent = {name: values for name, values in columns.items() if name not in RESERVED}
         sent |= {"prompts": prompts, "completions": completions}
         starts = range(0, len(completions), self.batch)
         bodies = [_body({name: values[i : i + self.batch] for name, values in sent.items()}) for i in starts]
@@ -179,9 +180,6 @@ class HttpScorer:
 
 
 _JITTER = random.Random()  # not the global generator, which follows the seed of the run
-_NOT_SENT = (
-    "completion_ids", "trainer_state", "log_metric", "log_extra", "log_steps", "environments", "tool_mask"
-)  # fmt: skip
 
 
 def _parsed(url):

@@ -260,9 +260,8 @@ class Server:
         return Job(ids, body.n, sampling, watched=bool(body.stops), **more)
 
     def _choices(self, job, body, hidden=False):
-        how = body.stops, job.sampling.stop_token_ids, hidden, body.skip_special_tokens
-        how = *how, job.prompt_ids, body.stop_token_ids
-        return [Choice(self.tokenizer, *how) for _ in range(job.n)]
+        how = body.stops, job.sampling.stop_token_ids, hidden, body.skip_special_tokens, job.prompt_ids
+        return [Choice(self.tokenizer, *how, body.stop_token_ids) for _ in range(job.n)]
 
     async def _drawn(self, jobs, choices):
         """Run jobs; yield the indices of choices with further tokens, and how many."""

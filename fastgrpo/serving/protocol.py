@@ -226,10 +226,10 @@ class Choice:
     ):  # fmt: skip
         self._tokenizer, self._stops, self._stop_ids, self._hidden = tokenizer, stops, stop_ids, hidden
         self._skip_special, self._asked = skip_special, asked  # `asked` are the stop tokens that the request names
-        self._after = [*prompt[-CONTEXT:]]  # the last tokens of the prompt, then the drawn ones
+        self._context = [*prompt[-CONTEXT:]]
         self.ids, self.logps, self.versions, self.text = [], [], [], ""
         self.reason, self.matched, self.opened, self.offset = None, None, False, 0
-        self._decoded, self._first, self._done = "", 0, len(self._after)
+        self._decoded, self._first, self._done = "", 0, 0
 
     @property
     def stop_reason(self) -> str | int | None:
@@ -243,7 +243,6 @@ class Choice:
             if self.reason is not None:
                 break
             self.ids.append(token)
-            self._after.append(token)
             self.logps.append(logp)
             self.versions.append(part.version)
             if not self._hidden and token not in self._stop_ids:
@@ -253,14 +252,16 @@ class Choice:
         return len(self.ids) - before
 
     def _read(self, start, end):
-        return self._tokenizer.decode(self._after[start:end], skip_special_tokens=self._skip_special)
+        """Decode drawn tokens; the first ones with the end of the prompt."""
+        ids = self.ids[start:end] if start else self._context + self.ids[:end]
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
 
     def _decode(self):
         """Decode the newest token after a few preceding ones, as `TokenText` does."""
-        known, text = self._read(self._first, self._done), self._read(self._first, len(self._after))
+        known, text = self._read(self._first, self._done), self._read(self._first, len(self.ids))
         if len(text) > len(known) and not text.endswith(HALF):
             self._decoded += text[len(known) :]
-            self._first, self._done = self._done, len(self._after)
+            self._first, self._done = self._done, len(self.ids)
             self._cut()
 
     def _cut(self):
@@ -279,8 +280,7 @@ class Choice:
             self.matched = self.ids[-1]
         if self._hidden:
             return
-        before = self._read(0, len(self._after) - len(self.ids))
-        whole = self._read(0, len(self._after) - (self.matched is not None))[len(before) :]
+        whole = self._read(0, len(self.ids) - (self.matched is not None))[len(self._read(0, 0)) :]
         self._decoded = whole if whole.startswith(self._decoded) else self._decoded
         self.text = self._decoded
 
