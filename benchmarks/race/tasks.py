@@ -151,7 +151,7 @@ TASKS = {
     "gym": RaceTask(
         "SmolLM2-135M, chain_sum of reasoning-gym", smollm2, gym_sums,
         [reasoning_gym.ScoreAnswer(SUMS), reasoning_gym.format_reward], prompts=4, updates=1, steps=24, every=4,
-        target=0.6, limit=400, trl_batch=8, seeds=1,
+        target=0.6, limit=1000, trl_batch=8,
         settings=COMMON | {"learning_rate": 1e-5, "beta": 0.0, "max_completion_length": 12, "warmup_steps": 5,
                            "scale_rewards": "none"},
     ),
