@@ -19,8 +19,8 @@ result() { ls -dv "$runs/$1"/checkpoint-* | tail -n 1; }
 # 1. SFT on demonstrations. They teach the form.
 python -m fastgrpo.sft "${each[@]}" "${start[@]}" "${sft[@]}" --output_dir "$runs/sft"
 
-# 2. GRPO continues from there, with a higher learning rate than the built-in example, because it starts at a lower
-# accuracy. A reward function with the weight 0 is measured, but not rewarded.
+# 2. GRPO continues from there, with a higher learning rate and a smaller beta than the built-in example, because it
+# starts at a lower accuracy. A reward function with the weight 0 is measured, but not rewarded.
 python -m fastgrpo.train "${each[@]}" "${grpo[@]}" --eval_on_start False --model_name_or_path "$(result sft)" \
   --output_dir "$runs/train"
 

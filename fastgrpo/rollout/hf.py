@@ -118,9 +118,9 @@ class Lane:
 class HFBackend(RolloutBackend):
     """Draws waiting groups with transformers' `generate`, as many at once as max_num_seqs allows.
 
-    The seed of the first request seeds the whole batch. Unlike in the engine, the draws of a group therefore depend on
-    the other groups of the batch. Completions with tools are generated turn by turn, and `generate` computes earlier
-    turns again. A turn begins when the tools of all completions have returned.
+    A batch has one seed, which is made from its first request. Unlike in the engine, the draws of a group therefore
+    depend on the other groups of the batch. Completions with tools are generated turn by turn, and `generate` computes
+    earlier turns again. A turn begins when the tools of all completions have returned.
     """
 
     MOST = 256  # fewer than in the engine, because `generate` does not plan its memory

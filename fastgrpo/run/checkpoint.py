@@ -318,7 +318,7 @@ class Checkpointer:
             return
         value = self.log.latest[metric][1] if self._measured(step) else math.nan
         if math.isnan(value):
-            meant = did_you_mean(metric, self.log.latest)
+            meant = "" if metric in self.log.latest else did_you_mean(metric, self.log.latest)
             self.log.say(f"step {step}: {metric} was not measured, so checkpoint-{step} cannot be the best one{meant}")
         elif self.best is None or (value > self.best["value"] if self.greater else value < self.best["value"]):
             self.best = {"metric": metric, "value": value, "step": step}

@@ -261,7 +261,7 @@ class Server:
 
     def _choices(self, job, body, hidden=False):
         how = body.stops, job.sampling.stop_token_ids, hidden, body.skip_special_tokens, job.prompt_ids
-        return [Choice(self.tokenizer, *how, body.stop_token_ids) for _ in range(job.n)]
+        return [Choice(self.tokenizer, *how) for _ in range(job.n)]
 
     async def _drawn(self, jobs, choices):
         """Run jobs; yield the indices of choices with further tokens, and how many."""
@@ -312,7 +312,9 @@ class Server:
             scores = await self._scores(jobs, choices, scored)
             written, left = [], iter(scores)
             for prompt, (job, own) in zip(body.prompts, _by_job(jobs, choices), strict=True):
-                if not isinstance(prompt, str):
+                if not body.echo:
+                    prompt = ""
+                elif not isinstance(prompt, str):
                     prompt = self.tokenizer.decode(prompt, skip_special_tokens=body.skip_special_tokens)
                 for choice in own:
                     written.append(self._completion(body, texts, job, choice, next(left), prompt, len(written)))
@@ -335,7 +337,7 @@ class Server:
             ids = [*job.prompt_ids, *choice.ids][start:]
         elif body.echo:
             ids = [*job.prompt_ids, *choice.ids]
-        written = {"index": index, "text": prompt * body.echo + choice.text, "finish_reason": choice.reason or "length",
+        written = {"index": index, "text": prompt + choice.text, "finish_reason": choice.reason or "length",
                    "stop_reason": choice.stop_reason,
                    "logprobs": None if body.logprobs is None else texts.completion(ids, logps, top)}  # fmt: skip
         more = {"token_ids": choice.ids, "prompt_token_ids": job.prompt_ids} if body.return_token_ids else {}

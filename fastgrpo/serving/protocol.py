@@ -222,19 +222,18 @@ class Choice:
 
     def __init__(
         self, tokenizer: Any, stops: list[str] = (), stop_ids: tuple[int, ...] = (), hidden: bool = False,
-        skip_special: bool = True, prompt: list[int] = (), asked: list[int] = (),
+        skip_special: bool = True, prompt: list[int] = (),
     ):  # fmt: skip
         self._tokenizer, self._stops, self._stop_ids, self._hidden = tokenizer, stops, stop_ids, hidden
-        self._skip_special, self._asked = skip_special, asked  # `asked` are the stop tokens that the request names
-        self._context = [*prompt[-CONTEXT:]]
+        self._skip_special, self._context = skip_special, [*prompt[-CONTEXT:]]
         self.ids, self.logps, self.versions, self.text = [], [], [], ""
         self.reason, self.matched, self.opened, self.offset = None, None, False, 0
         self._decoded, self._first, self._done = "", 0, 0
 
     @property
     def stop_reason(self) -> str | int | None:
-        """What the request named to end a completion, and ended it; None for the model's own end token."""
-        return self.matched if isinstance(self.matched, str) or self.matched in self._asked else None
+        """The stop string or token that ended the completion, but None for the tokenizer's EOS token, as in vLLM."""
+        return None if self.matched == self._tokenizer.eos_token_id else self.matched
 
     def add(self, part: Part) -> int:
         """Add the tokens of a part, and return how many were added: those after a stop string are dropped."""

@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -152,13 +153,12 @@ def test_chunks_add_up_to_the_answer(post, stream, chat, stop):
 
 
 def test_a_completion_keeps_the_space_before_its_first_word():
-    class Stripping:  # as the tokenizers of Llama 2
-        def decode(self, ids, **_):
-            return "".join([" The", " cat", "!"][i] for i in ids).removeprefix(" ")
-
-    choice = Choice(Stripping(), prompt=[0])
-    choice.add(Part([1, 2], [0.0] * 2, StopReason.LENGTH, "0"))
-    assert choice.text == " cat!"
+    texts = [" The", " cat", "!", "", ""]  # as with the tokenizers of Llama 2, which drop the first space
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(texts[i] for i in ids)[1:], eos_token_id=3)
+    for end, reason in (3, None), (4, 4):  # one end token is the tokenizer's
+        choice = Choice(tokenizer, stop_ids=(3, 4), prompt=[0])
+        choice.add(Part([1, 2, end], [0.0] * 3, StopReason.STOP, "0"))
+        assert (choice.text, choice.stop_reason) == (" cat!", reason)
 
 
 @pytest.mark.parametrize("size", [1, 4, 99])
