@@ -16,6 +16,7 @@ something behind, after which the server exits.
 """
 
 import array
+import builtins
 import os
 import sys
 
@@ -117,6 +118,7 @@ def _main():
     module = type(sys)("program" if asserts else "__main__")
     sys.modules[module.__name__] = module
     sys.argv[:] = ["program.py"]
+    builtins.exit = builtins.quit = sys.exit  # Python adds them in `site`, which -S leaves out
     exec(compile(program, "program.py", "exec"), module.__dict__)
     if asserts:
         _answer(source, sink, module.__dict__)
