@@ -26,6 +26,7 @@ The state is copied to host memory while the GPUs go on computing:
 The next update waits for the copies, on the GPU; the thread that writes a checkpoint waits before it reads them.
 """
 
+import copy
 import json
 import logging
 import pickle
@@ -297,7 +298,10 @@ class Snapshot:
         card: str | None = None,
     ):
         policy: Policy = parts["policy"]
-        self.model, self.tokenizer, self.copies, self.ranks = policy.module, tokenizer, copies, ranks
+        self.tokenizer, self.copies, self.ranks = tokenizer, copies, ranks
+        # Copies, because `generate` and packed attention replace parts of them within a later step.
+        self.model, config = copy.copy(policy.module), (policy.module.config, policy.module.generation_config)
+        self.model.config, self.model.generation_config = copy.deepcopy(config)
         self.card = card
         self.sharded = ranks.size > 1 or policy.lockstep
         gathered = policy.full_state_dict() if policy.lockstep else None  # of shards: in host memory, on rank 0

@@ -166,7 +166,8 @@ def test_any_state_comes_back_to_the_last_bit(tmp_path_factory, states, sharded)
     """Though training goes on while it is written: by one process, or as the shards of several ranks."""
 
     def parts(of_states):
-        policy = SimpleNamespace(lockstep=sharded, module=None, state_dict=dict, full_state_dict=dict)
+        module = SimpleNamespace(config=["as it was"], generation_config=["too"])
+        policy = SimpleNamespace(lockstep=sharded, module=module, state_dict=dict, full_state_dict=dict)
         policy.load_state_dict = lambda state: None
         named = zip(("optimizer", "schedule", "reference", "rng"), map(Part, of_states), strict=True)
         return {"policy": policy, "progress": TrainerState(3, 10, 0.3, 6), **dict(named)}
@@ -174,7 +175,10 @@ def test_any_state_comes_back_to_the_last_bit(tmp_path_factory, states, sharded)
     before, path = bits(states), tmp_path_factory.mktemp("checkpoint")
     other = [{k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0 for k, v in s.items()} for s in states]
     with mock.patch.multiple(snapshot, save_model=mock.DEFAULT, read_weights=mock.DEFAULT):
-        taken = Snapshot(parts(states), None, about(torch.float32), HostCopies())
+        taken = Snapshot(given := parts(states), None, about(torch.float32), HostCopies())
+        given["policy"].module.config.clear()
+        given["policy"].module.generation_config = None
+        assert (taken.model.config, taken.model.generation_config) == (["as it was"], ["too"])
         for leaf in tree_flatten(states)[0]:
             leaf.zero_() if isinstance(leaf, torch.Tensor) else None  # training goes on
         taken.write(path)
@@ -189,9 +193,8 @@ def test_a_model_written_from_a_copy_loads_as_it_was(tmp_path, tied, dtype):
     copies = HostCopies().take(model.state_dict())
     assert (copies["lm_head.weight"] is copies["model.embed_tokens.weight"]) == tied
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()  # training goes on
+    for parameter in model.parameters():
+        parameter.data.zero_()  # training goes on
     save_model(tmp_path, model, tiny.tokenizer(), copies)
     assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) != tied
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
@@ -308,8 +311,7 @@ def test_the_best_one_stays(tmp_path, greater, saved, kept, capsys):
             log.step(step, {"kl": 9.0} if reward is None else {"reward": reward})
             checkpointer.save(step, Saving)
     assert list(checkpoints(log.dir)) == kept and checkpointer.state_dict()["best"]["step"] == kept[0]
-    unmeasured = sum(reward is None for _, reward in saved)
-    assert capsys.readouterr().out.count("reward was not measured") == unmeasured
+    assert capsys.readouterr().out.count("reward was not measured") == sum(reward is None for _, reward in saved)
 
 
 # Digests of rows and weights: they differ wherever what a run reads differs, and nowhere else.

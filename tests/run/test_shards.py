@@ -83,9 +83,8 @@ def write(folder, dtype, ranks, mesh):
     log = open_log(settings(folder), None, ranks)
     with log:
         taken = snapshot_of(parts, dtype, ranks)
-        for weights in (parts["optimizer"].masters, parts["policy"].module.parameters()):
-            for weight in weights:
-                weight.data.zero_()  # training goes on
+        for weight in (*parts["optimizer"].masters, *parts["policy"].module.parameters()):
+            weight.data.zero_()  # training goes on
         assert write_checkpoint(log.folder, 3, taken.write, ranks) == folder / "checkpoint-3"
 
 
