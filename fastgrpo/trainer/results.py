@@ -18,6 +18,7 @@ from fastgrpo.run.checkpoint import save_model as write_model
 from fastgrpo.run.curves import conclude
 from fastgrpo.run.metrics import Summary, last_training, mean_loss
 from fastgrpo.run.profiling import peak_gib
+from fastgrpo.run.snapshot import HostCopies
 
 
 def card_of(trainer: Any, adapters: bool) -> str:
@@ -76,8 +77,9 @@ def save_model(trainer: Any, output_dir: str | Path | None = None) -> None:
     if trainer.ranks.lead:
         inside = path.resolve() == trainer.log.dir.resolve()
         card = card_of(trainer, adapters=trainer.args.use_peft)
-        # On the host: save_pretrained would clone weights that share memory on the GPU.
-        states = whole or {name: value.cpu() for name, value in trainer.policy.state_dict().items()}
+        copies = HostCopies()  # on the host, where save_pretrained recognizes tied weights
+        states = whole or copies.take(trainer.policy.state_dict())
+        copies.wait()
         with _claimed(trainer, "final") if inside else nullcontext(path) as path:
             write_model(path, trainer.policy.module, trainer.tokenizer, states, card)
         if inside:
