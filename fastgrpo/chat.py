@@ -115,7 +115,7 @@ class Conversation:
         name = f"the prompt {shortened(prompt)}"
         self.policy.check_ids(ids, name)
         self.policy.check_length(len(ids) + 1, f"{name} has {len(ids)} tokens, and with one more it", "shorten it")
-        room = min(self.max_tokens, (self.policy.context or sys.maxsize) - len(ids))
+        room = min(self.max_tokens, (self.policy.longest or sys.maxsize) - len(ids))
         before = torch.tensor([ids], device=self.model.device)
         streamer = _streamer(self.tokenizer, self.raw)
         mask = torch.ones_like(before)
@@ -146,7 +146,7 @@ class Conversation:
                 reason = StopReason.LENGTH
                 break
             told = len(dialogue.calls)
-            room = (self.policy.context or sys.maxsize) - len(whole) - len(drawn) - 1
+            room = (self.policy.longest or sys.maxsize) - len(whole) - len(drawn) - 1
             reason = dialogue.answer(drawn, room).result().reason
             for call in dialogue.calls[told:]:
                 self._print(f"[{call['name']} {call['arguments']}: {call['answer']} ({call['latency_s']:.2g} s)]")

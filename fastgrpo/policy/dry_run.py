@@ -78,7 +78,7 @@ def _obstacle_of_config(model):
 def _run(policy, watch):
     """Run both passes of a policy without weights. Raises Unfit, or any exception of the model."""
     width, layers = head_dim(policy.shape), _cut(policy)
-    longest = policy.window or policy.context or math.inf  # detects layers with a shorter window than the config's
+    longest = policy.longest or math.inf  # detects layers with a shorter window than the config's
     for lengths in PASSES:
         context = Shapes(width, longest)
         ids = torch.zeros(sum(lengths), dtype=torch.int64, device="meta")

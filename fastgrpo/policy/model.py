@@ -289,6 +289,11 @@ class Policy:
         """Maximum tokens of a sequence under packed attention, because of a sliding window, or None."""
         return None if self.own_attention else narrow_window(self.shape)
 
+    @property
+    def longest(self) -> int | None:
+        """Maximum tokens of a sequence: `context` or `window`, whichever is less; None without a limit."""
+        return min((limit for limit in (self.context, self.window) if limit is not None), default=None)
+
     def check_ids(self, ids: list[int], name: str) -> None:
         """Raise ValueError if there are no token ids, or one has no embedding."""
         if not ids:

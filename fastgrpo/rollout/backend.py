@@ -348,12 +348,12 @@ class Drawing:
             return
         limits = []
         for prompt in prompts:
-            context = self.engine.policy.context
-            room = self.sampling.max_tokens if context is None else context - len(prompt.ids)
+            longest = self.engine.policy.longest
+            room = self.sampling.max_tokens if longest is None else longest - len(prompt.ids)
             if room < 1:
                 raise ValueError(
-                    f"a prompt has {len(prompt.ids)} tokens with what the environment added, and the model's context "
-                    f"is {context}; shorten what reset returns"
+                    f"a prompt has {len(prompt.ids)} tokens with what the environment added, and the model's limit "
+                    f"is {longest}; shorten what reset returns"
                 )
             limits.append(min(self.sampling.max_tokens, room))
         if all(prompt.ids == prompts[0].ids for prompt in prompts):
@@ -377,7 +377,7 @@ class Drawing:
         """Take the completions of this drawing among those that finished in a step of the backend."""
         for request_id in filter(self.requests.__contains__, outputs):
             (i, first), samples = self.requests[request_id], outputs[request_id]
-            limited = (_limited(sample, self.sampling, self.engine.policy.context) for sample in samples)
+            limited = (_limited(sample, self.sampling, self.engine.policy.longest) for sample in samples)
             self.parts[i] |= dict(enumerate(limited, first))
             if len(self.parts[i]) == self.sizes[i] and not self.over:
                 self.done[i] = [sample for _, sample in sorted(self.parts.pop(i).items())]
@@ -428,9 +428,9 @@ def draw_groups(
     return dict(sorted(drawing.done.items()))
 
 
-def _limited(sample, sampling, context):
+def _limited(sample, sampling, longest):
     """Name the limit that ended a completion with tools."""
-    if sample.dialogue is None or sample.finish_reason != StopReason.LENGTH or context is None:
+    if sample.dialogue is None or sample.finish_reason != StopReason.LENGTH or longest is None:
         return sample
-    shortened = context - len(sample.prompt_ids) < sampling.max_tokens
+    shortened = longest - len(sample.prompt_ids) < sampling.max_tokens
     return sample.replace(finish_reason=StopReason.CONTEXT) if shortened else sample

@@ -146,7 +146,7 @@ class Server:
     ):
         self.scheduler, self.tokenizer, self.names = scheduler, tokenizer, [*names]
         self.policy, self.key = scheduler.engine.policy, api_key
-        limits = [limit for limit in (max_model_len, self.policy.context, self.policy.window) if limit is not None]
+        limits = [limit for limit in (max_model_len, self.policy.longest) if limit is not None]
         if not limits:
             raise ValueError("the model's config does not limit the number of tokens; set max_model_len")
         self.max_model_len = min(limits)

@@ -106,8 +106,7 @@ def test_the_models_own_attention_has_its_cap_and_its_window(name, knob):
     for owner in [*model.modules(), *(module.config for module in model.modules() if hasattr(module, "config"))]:
         if hasattr(owner, knob):
             setattr(owner, knob, None)
-    after = model.base_model(ids, use_cache=False).last_hidden_state
-    assert (before - after).abs().max() > 0.01
+    assert (before - model.base_model(ids, use_cache=False).last_hidden_state).abs().max() > 0.01
 
 
 def packed(sequences):
@@ -118,7 +117,7 @@ def packed(sequences):
 
 def test_a_sliding_window_holds_prompt_and_branch():
     policy = special_model("window")
-    assert policy.window == 6 and not policy.own_attention
+    assert policy.window == policy.longest == 6 and not policy.own_attention
     states = policy.states(*packed([[5, 6, 7, 8], [9, 10]]))
     expected = policy.module.base_model(torch.tensor([[9, 10]]), use_cache=False).last_hidden_state[0]
     torch.testing.assert_close(states[4:], expected, atol=2e-5, rtol=1e-4)
