@@ -232,6 +232,7 @@ class Checkpointer:
         if config.greater_is_better is not None:
             self.greater = config.greater_is_better
         self.best = None  # {"metric", "value", "step"} of the best checkpoint so far
+        self.same = True  # whether the resumed run had the same metric and direction
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing = None
 
@@ -324,11 +325,11 @@ class Checkpointer:
             self.best = {"metric": metric, "value": value, "step": step}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: which checkpoint is the best one."""
-        return {"best": self.best}
+        """Return what a resumed run needs: which checkpoint is the best one, and by which metric and direction."""
+        return {"best": self.best, "by": [self.config.metric_for_best_model, self.greater]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best checkpoint of the resumed run, unless metric_for_best_model has changed."""
-        best = state["best"]
-        if best is not None and best["metric"] == self.config.metric_for_best_model:
-            self.best = best
+        """Restore the best checkpoint of the resumed run, unless its metric or direction has changed."""
+        mine = self.state_dict()["by"]
+        self.same = state.get("by", mine) == mine  # older checkpoints do not name it
+        self.best = state["best"] if self.same else None

@@ -48,8 +48,9 @@ class Arguments:
         self.logging_strategy = self.save_strategy = steps
         self.eval_strategy = steps if evaluates and config.eval_steps else no
         metric = config.metric_for_best_model
-        if metric is not None and metric.startswith("eval/"):
-            metric = next(iter(evaluated({metric: 0.0})))
+        prefix, slash, _ = (metric or "").partition("/")
+        if slash and (prefix == "eval" or prefix.startswith("eval_")):
+            metric = next(iter(evaluated({metric: 0.0}, prefix)))
         self.metric_for_best_model = metric
 
     def __getattr__(self, name: str) -> Any:
@@ -166,8 +167,13 @@ class Callbacks:
             {CONTROL: self.control.state()} if self.handler.callbacks else {}
         )
 
-    def restore(self) -> None:
-        """Restore the state of callbacks from the run's state. Several callbacks of one class are matched in order."""
+    def restore(self, same: bool) -> None:
+        """Restore the state of callbacks from the run's state. Several callbacks of one class are matched in order.
+
+        The best value is forgotten unless metric_for_best_model and greater_is_better are the `same` as before.
+        """
+        if not same:
+            self.state.best_metric = self.state.best_global_step = None
         kept = dict(self.state.stateful_callbacks)
         for flag, value in kept.pop(CONTROL, {}).get("args", {}).items():
             setattr(self.control, flag, value)

@@ -149,6 +149,8 @@ class GRPOTrainer:
                 "rollout_func cannot be combined with tools or environments; call the tools in rollout_func, and mark "
                 "their answers in env_mask"
             )
+        if rollout_func is not None and args.oversampling_factor > 1:
+            raise ValueError("oversampling_factor aborts groups, and rollout_func cannot be aborted; set it to 1")
         routed = pool is not None and pool.routed  # the rows name their environments
         writes = pool is not None and pool.resets and not routed
         if train_dataset is None and writes and args.max_steps > 0:
@@ -250,8 +252,7 @@ class GRPOTrainer:
             functions = []
         else:
             functions = find_rewards(reward_funcs, tokenizers, args.template_kwargs, args.trust_remote_code, options)
-        weights = args.reward_weights and [*args.reward_weights, *[1.0] * len(own)]
-        return Rewards([*functions, *own], weights, shaping=shaping(args), **rewards_settings(args))
+        return Rewards([*functions, *own], shaping=shaping(args), **rewards_settings(args, len(own)))
 
     def _check_rows(self, train_rows: Rows) -> None:
         """Validate all rows that a later step or evaluation may use."""
@@ -457,7 +458,7 @@ class GRPOTrainer:
             restore(self.parts(), log.checkpoint, self.about(), log.say, self.ranks)
             if self.ranks.lead:
                 set_aside(log.folder, self.state.global_step, log.say)
-            callbacks.restore()
+            callbacks.restore(self.checkpoints.same)
         if self.live is not None:
             self.live.start(self.state.global_step * self.args.updates_per_step)
             log.say(f"{self.live.url} serves the policy")

@@ -81,11 +81,12 @@ def falling(completions, trainer_state, **_):
     return [value - trainer_state.global_step for value in share_of_a(completions)]
 
 
-def test_early_stopping_continues_in_a_resumed_run(tmp_path):
+@pytest.mark.parametrize("prefix, rows", [("eval", PROMPTS[:2]), ("eval_math", {"math": PROMPTS[:2]})])
+def test_early_stopping_continues_in_a_resumed_run(tmp_path, prefix, rows):
     def make(**settings):
         return make_trainer(
-            tmp_path, falling, eval_rows=PROMPTS[:2], eval_steps=1, save_steps=1, eval_on_start=False,
-            metric_for_best_model="eval/reward", callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+            tmp_path, falling, eval_rows=rows, eval_steps=1, save_steps=1, eval_on_start=False,
+            metric_for_best_model=f"{prefix}/reward", callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
             lr_scheduler_type="constant", **settings,
         )  # fmt: skip
 
@@ -96,8 +97,11 @@ def test_early_stopping_continues_in_a_resumed_run(tmp_path):
     assert resumed.train().global_step == 3  # the second worse one in a row
     assert resumed.state.best_global_step == 1
     assert resumed.state.best_model_checkpoint == str(tmp_path / "run" / "checkpoint-1")
-    history = {entry["step"]: entry["eval_reward"] for entry in resumed.state.log_history if "eval_reward" in entry}
+    name = f"{prefix}_reward"
+    history = {entry["step"]: entry[name] for entry in resumed.state.log_history if name in entry}
     assert list(history) == [1, 2, 3] and resumed.state.best_metric == history[1] > history[2] > history[3]
+    turned = make(max_steps=6, resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"), greater_is_better=False)
+    assert turned.train().global_step == turned.state.best_global_step == 6
 
 
 def test_callbacks_are_added_popped_and_removed(tmp_path):

@@ -103,6 +103,8 @@ def test_rejects_wrong_results_of_a_rollout_func(tmp_path, wrong, fault):
 def test_rejects_a_rollout_func_with_tools_and_tools_without_prompts(tmp_path):
     with pytest.raises(ValueError, match="rollout_func cannot be combined"):
         make_trainer(tmp_path, rollout_func=rollouts, tools=[count])
+    with pytest.raises(ValueError, match="rollout_func cannot be aborted"):
+        make_trainer(tmp_path, rollout_func=rollouts, oversampling_factor=1.5)
     with pytest.raises(ValueError, match="no column 'prompt'"):
         make_trainer(tmp_path, [{"promt": "a"}], tools=[count]).open()
     with pytest.raises(ValueError, match="a `prompt` column, and a column `environment`"):  # the rows choose one
