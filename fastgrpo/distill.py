@@ -72,11 +72,12 @@ def distill(argv: list[str]) -> None:
     task = find_task(config.task).build(config, tokenizer)
     if task.tools or task.environment:
         raise ValueError(f"task {config.task} has tools, and fastgrpo.distill calls none")
-    functions = needed_rewards(task, config)
-    if task.steps_reward is not None and not config.reward_funcs:
-        functions = [*functions, task.steps_reward]
-    rewards = Rewards(functions, **rewards_settings(config))
-    rows = chosen_rows(as_rows(task.train().rows, f"train of task {config.task}"), config)
+    checks = [] if task.steps_reward is None or config.reward_funcs else [task.steps_reward]
+    rewards = Rewards([*needed_rewards(task, config), *checks], **rewards_settings(config, len(checks)))
+    train = task.train()
+    endless = len(train) > len(train.rows)  # it makes its rows; `rows` are only the first ones
+    rows = train.take(config.max_prompts or len(train)) if endless else train.rows
+    rows = chosen_rows(as_rows(rows, f"train of task {config.task}"), config)
     policy, engine, sampling = load_sampler(config.model, tokenizer, config, top_p=config.top_p, top_k=config.top_k)
     rewards.place(rewards.device(policy.device, config.reward_device), tokenizer)
     source = Prompts(tokenizer, config.template_kwargs)

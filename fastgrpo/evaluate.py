@@ -113,7 +113,8 @@ def _evaluate_model(path, tokenizer, config, ranks):
     if not len(test):
         raise ValueError(f"split {config.dataset_test_split!r} of task {config.task} has no rows to evaluate on")
     environments = find_environments(config, task.tools, task.environment)
-    rewards = Rewards(needed_rewards(task, config, environments), **rewards_settings(config))
+    own = len(environments.rewards) if environments else 0
+    rewards = Rewards(needed_rewards(task, config, environments), **rewards_settings(config, own))
     rewards.device(choose_device(config.device), config.reward_device)  # raises before the model is loaded
     rows = as_rows(test, f"test of task {config.task}").head(config.max_eval_samples)
     policy, engine, sampling = load_sampler(path, tokenizer, config, top_p=config.top_p, top_k=config.top_k)

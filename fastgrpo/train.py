@@ -74,7 +74,8 @@ def _checked(config, load=None):
     train, test = opened.task.train(), opened.task.test()
     environments = find_environments(config, opened.task.tools, opened.task.environment)
     functions = needed_rewards(opened.task, config, environments)
-    rewards = Rewards(functions, config.reward_weights, shaping=shaping(config), **rewards_settings(config))
+    own = len(environments.rewards) if environments else 0
+    rewards = Rewards(functions, shaping=shaping(config), **rewards_settings(config, own))
     return opened, train, test, rewards, environments
 
 

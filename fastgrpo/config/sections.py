@@ -203,8 +203,10 @@ class RewardFunctionsConfig:
 
 @settings_class
 class RewardConfig(RewardFunctionsConfig):
-    """Failing reward functions, and reward workers."""
+    """Weights of reward functions, their failures, and reward workers."""
 
+    reward_weights: Several[Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]] = ()
+    """Multiply the rewards of each function by a weight: one number per function. Empty sets all weights to 1."""
     reward_errors: Literal["raise", "skip"] = "raise"
     """If a reward function fails, end the run (raise), or set the reward to None and count the failure in the metrics
     (skip)."""
@@ -431,8 +433,6 @@ class RunConfig:
 class AdvantageConfig:
     """From rewards to advantages."""
 
-    reward_weights: Several[Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]] = ()
-    """Multiply the rewards of each function by a weight: one number per function. Empty sets all weights to 1."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide centered rewards by the standard deviation of the group (group) or of all rewards of the step (batch), or
     do not divide them (none)."""

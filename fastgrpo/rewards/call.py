@@ -276,9 +276,10 @@ class Rewards:
         return torch.where(per_function.isnan().all(1), math.nan, total)
 
 
-def rewards_settings(config: Any) -> dict[str, Any]:
-    """Return the arguments of `Rewards` from settings."""
+def rewards_settings(config: Any, own: int = 0) -> dict[str, Any]:
+    """Return the arguments of `Rewards` from settings. The last `own` functions have the weight 1."""
     return {
+        "weights": config.reward_weights and (*config.reward_weights, *[1.0] * own),
         "on_error": config.reward_errors,
         "timeout": config.reward_timeout,
         "workers": config.reward_workers,

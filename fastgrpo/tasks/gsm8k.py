@@ -36,7 +36,7 @@ def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase") -> Task:
     """Build the task from GSM8K on the hub, or from the rows with `question` and `answer` of --dataset_name."""
     name = config.dataset_name or DATASET
     name_of_config = config.dataset_config or (CONFIG if config.dataset_name is None else None)
-    conversational = tokenizer.chat_template is not None
+    conversational = getattr(tokenizer, "chat_template", None) is not None
 
     def rows(split):
         loaded = load_rows(name, name_of_config, split, columns=("question", "answer"))

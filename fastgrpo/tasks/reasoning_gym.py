@@ -255,7 +255,7 @@ def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase") -> Task:
         for other in solved[entry["metadata"]["source_dataset"]]:
             turns += [other["question"], f"<answer>{other['answer']}</answer>"]
         turns.append(entry["question"])
-        if tokenizer.chat_template is None:
+        if tokenizer is None or tokenizer.chat_template is None:
             return {"prompt": "\n\n".join(turns) + "\n", **entry}
         roles = ["system", *["user", "assistant"] * (len(turns) // 2)]
         return {"prompt": [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)], **entry}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase") -> Task:
     """Build the task, with GSM8K's prompt, its rewards and `digits_reward`."""
     refuse_data("sums", config, ("dataset_name", "dataset_config"))
-    conversational = tokenizer.chat_template is not None
+    conversational = getattr(tokenizer, "chat_template", None) is not None
     trained, held_out = ([to_row(row, config.system_prompt, conversational) for row in part] for part in sums())
     rewards = [correctness, format_reward, length_reward, digits_reward]
     return Task(

@@ -53,8 +53,7 @@ def test_as_many_lanes_grow_as_pages_for_their_mean_length_allow(group, prompts,
     assert full > 1 and growing(new, new.lanes, grown, *rest[:3], least - 1, *rest[4:]) != grown
     assert new.lanes < grown.lanes <= most and least <= budget
     assert grown.pages >= max(group * full + grown.lanes - group, grown.lanes * (each - 1))
-    small_change = requests, most, 1, budget, held * 1.01, page
-    assert growing(new, new.lanes, grown, *small_change) == grown
+    assert growing(new, new.lanes, grown, requests, most, 1, budget, held * 1.01, page) == grown  # a small change
 
 
 def test_a_1_5b_model_gets_all_lanes_for_8k_tokens_if_a_quarter_is_used():

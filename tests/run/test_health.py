@@ -55,15 +55,13 @@ def test_each_warning_is_given_once_after_its_steps(check):
     assert check.text not in chain(*told(watch, bad, check.steps - 1))
     state, watch = json.loads(json.dumps(watch.state_dict())), Watch(GRPOConfig(max_grad_norm=1.0), NO_CHECKPOINTS)
     watch.load_state_dict(state)  # a resumed run goes on counting
-    first = told(watch, bad, 1)
-    assert check.text in first[0]
+    assert check.text in told(watch, bad, 1)[0]
     assert check.text not in chain(*told(watch, bad, 3 * check.steps))
 
 
 def test_every_check_has_its_case():
     assert set(CASES) == {check.name for check in CHECKS}
-    metrics = {name for changes, _ in CASES.values() for name in changes} - {"rewards/f/errors"}
-    assert metrics <= set(METRICS)
+    assert ({name for changes, _ in CASES.values() for name in changes} - {"rewards/f/errors"}) <= set(METRICS)
 
 
 @pytest.mark.parametrize("settings, changes", [

@@ -134,8 +134,7 @@ def test_scores_the_text_in_the_last_answer_tags():
     task = built({"leg_counting": legs}, system_prompt="direct")
     row = task.test()[0]
     assert [message["role"] for message in row["prompt"]] == ["system", *["user", "assistant"] * 2, "user"]
-    shown = {message["content"] for message in row["prompt"][1:-1]}
-    assert not shown & {row["question"] for row in task.test()}
+    assert not {message["content"] for message in row["prompt"][1:-1]} & {row["question"] for row in task.test()}
     plain = built("spell_backward", tiny.tokenizer(), system_prompt="Do it.").test()[0]
     assert plain["prompt"] == f"Do it.\n\n{plain['question']}\n"
 

@@ -51,8 +51,7 @@ def test_two_steps_of_its_own_model(tmp_path, monkeypatch, task, flags, metrics)
     steps = [row for row in rows if "reward" in row]
     assert [row["step"] for row in steps] == [1, 2] and metrics <= steps[0].keys()
     assert summary["steps"] == 2 and summary["accuracy_before"] is not None
-    of_each = 3 if task == "pizza" else parse(["--task", task]).num_generations
-    assert len(samples) == 2 * 2 * of_each
+    assert len(samples) == 2 * 2 * (3 if task == "pizza" else parse(["--task", task]).num_generations)
     assert samples[0]["prompt"] in [row.get("prompt") or row["messages"][:1] for row in shown]
 
 

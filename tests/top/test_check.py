@@ -30,12 +30,16 @@ def rows(tmp_path, monkeypatch):
     return str(path)
 
 
-def test_given_completions_are_judged_and_warnings_are_exit_code_1(rows, capsys):
+def test_given_completions_are_judged_and_warnings_are_exit_code_1(rows, tmp_path, capsys):
     main(["--reward", "checked_rewards:right", "--dataset", rows])
     out = capsys.readouterr().out
     assert "| right  | 0.500 | 0.500 | 100% " in out and "right, best (1): 'It is 5'" in out
     assert main(["--reward_funcs", "checked_rewards:same", "--dataset_name", rows]) == 1
     assert "warning: same: It is constant (1)" in capsys.readouterr().out
+    path = tmp_path / "graded.jsonl"
+    path.write_text('{"question": "?", "answer": "#### 5", "completion": ["<answer>5</answer>", "6"]}')
+    main(["--task", "gsm8k", "--dataset", str(path)])
+    assert "| correctness   | 0.500 |" in capsys.readouterr().out
 
 
 def test_a_model_draws_the_completions(rows, tmp_path, capsys):

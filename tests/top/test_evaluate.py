@@ -180,7 +180,7 @@ def test_evaluates_with_tools(tmp_path, capfd, monkeypatch):
     argv = [str(model), "--task", "dataset", "--dataset_name", str(tmp_path / "rows.jsonl"), "--device", "cpu"]
     argv += ["--reward_funcs", "tool_runs:reward", "--max_completion_length", "40", "--eval_num_generations", "2"]
     argv += ["--environment", "tool_runs:Counter", "--show", "20", "--output", str(tmp_path / "out")]
-    assert main(argv) == 0
+    assert main([*argv, "--reward_weights", "0.5"]) == 0  # that of Counter stays 1
     rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert len(rows) == 3 * len(ROWS) and any(row["calls"] for row in rows)
     for row in rows:
@@ -188,7 +188,10 @@ def test_evaluates_with_tools(tmp_path, capfd, monkeypatch):
         assert answers == [call["answer"] for call in row["calls"]][: len(answers)]
         assert row["rewards"]["Counter"] == len(row["calls"]) / 4
     out = capfd.readouterr().out
-    assert "| rewards/Counter/mean" in out and re.search(r"count\(\{'n': \d+\}\)\W+tool: x", out)
+    names = "reward", "rewards/reward/mean", "rewards/Counter/mean"
+    total, own, counter = (float(re.search(rf"\| {name} +\| (\S+)", out)[1]) for name in names)
+    assert total == pytest.approx(own / 2 + counter, abs=1.5e-3) and total != pytest.approx(own + counter, abs=1e-2)
+    assert re.search(r"count\(\{'n': \d+\}\)\W+tool: x", out)
 
 
 def test_an_error_leaves_no_empty_file_that_would_stop_the_next_attempt(tmp_path, capsys):

@@ -116,8 +116,7 @@ def test_the_bound_ends_a_step_and_dropped_groups_fill_up(saved, tmp_path):
         assert rows_of(experience, trainer) == rows
         assert values["dynamic_sampling/num_gen_batches"] == 2
         assert values["dynamic_sampling/filled_groups"] == filled
-        pairs = zip(before, trainer.model.parameters(), strict=True)
-        assert any(not torch.equal(a, b) for a, b in pairs) == moves
+        assert any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True)) == moves
 
 
 def test_every_batch_draws_from_a_seed_of_its_own(saved, tmp_path):

@@ -136,8 +136,7 @@ def test_a_stream_and_a_data_frame_train_and_evaluate(tmp_path):
     trainer = make_trainer(tmp_path, rows=STREAM, eval_rows=pandas.DataFrame(PROMPTS), **settings)
     assert len(trainer.source) == 3
     trainer.train()
-    measured = [row for row in lines(tmp_path / "run") if "eval/accuracy" in row]
-    assert [row["step"] for row in measured] == [0, 1]
+    assert [row["step"] for row in lines(tmp_path / "run") if "eval/accuracy" in row] == [0, 1]
     refills = {"prompts_per_step": 2, "dynamic_sampling": 3, "max_steps": 2, "output_dir": str(tmp_path / "other")}
     trainer = make_trainer(tmp_path, rows=STREAM, eval_rows=STREAM, max_eval_samples=5, **refills)
     assert (len(trainer.source), len(trainer.held_out[""])) == (12, 5)
