@@ -98,10 +98,7 @@ def check(argv: list[str]) -> int:
         tokenizer = load_tokenizer(path, config.trust_remote_code)
     task = find_task(config.task).build(config, tokenizer)
     functions = needed_rewards(task, config)
-    test = task.test()
-    if test is None:
-        raise ValueError(f"the data set has no split {config.dataset_test_split!r}; pass --dataset_test_split SPLIT")
-    rows = as_rows(test, f"test of task {config.task}").head(config.max_samples)
+    rows = _rows(task, config).head(config.max_samples)
     groups = list(rows.each(_given)) if path is None else _draw(rows.map(_without), tokenizer, config)
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
     with Rewards(functions) as rewards:
@@ -123,6 +120,14 @@ def check(argv: list[str]) -> int:
             f"{config.max_completion_length}; raise it, or ask for shorter answers"
         )
     return warnings + (cut > TRUNCATED)
+
+
+def _rows(task, config):
+    """Return the held-out rows of a task."""
+    test = task.test()
+    if test is None:
+        raise ValueError(f"the data set has no split {config.dataset_test_split!r}; pass --dataset_test_split SPLIT")
+    return as_rows(test, f"test of task {config.task}")
 
 
 def _check_sampler(config):
@@ -152,7 +157,7 @@ def _check_environment(config):
     if config.dataset_name is not None:
         if config.dataset_name.endswith(".jsonl"):
             config = dataclasses.replace(config, dataset_test_split="train")
-        rows = as_rows(find_task(config.task).build(config, None).test(), "the data set").head(1)
+        rows = _rows(find_task(config.task).build(config, None), config).head(1)
         row = _without(next(iter(rows.each(lambda row: row))))
     factory = None if config.environment is None else find_environment(config.environment)
     found = list(check_environment(factory, find_tools(config.tools), row, config.tool_timeout))

@@ -107,6 +107,9 @@ def settings_class(record: Record) -> Record:
 
     @functools.wraps(checked)
     def __init__(self, *args, **stated):
+        if len(args) > 1:
+            raise TypeError("give settings by name; only output_dir may come without one, as the first")
+        stated |= dict(zip(("output_dir",), args))  # noqa: B905
         kinds = hints(type(self))
         stated = getattr(self, "translated", dict)(stated)
         for name in stated:
@@ -117,7 +120,7 @@ def settings_class(record: Record) -> Record:
                 for name, value in stated.items()
                 if value is not None or not _is_list(kinds[name])
             }
-            checked(self, *args, **given)
+            checked(self, **given)
         except ValidationError as error:
             raise ValueError(told(error, kinds)) from None
 

@@ -116,6 +116,7 @@ DIFFERS = [
         "an error: the reference is the model without adapters; merge them first",
     ),
     ("`eval_loss` is a mean over batches", "`eval_loss` treats all completions of an evaluation as one batch"),
+    ("reward functions may log a metric as `accuracy`", "an error: `accuracy` exists; choose another name"),
     ("callbacks receive `on_substep_end` and `on_optimizer_step`", "not called; a warning says so"),
     ("`train()` overwrites an earlier run in `output_dir`", "an error; resume, or set `overwrite_output_dir`"),
     ("`save_model(output_dir)` writes into the run folder", "writes into its folder `final/`"),

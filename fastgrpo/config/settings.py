@@ -142,6 +142,11 @@ class GRPOConfig(
         return math.ceil(round(self.oversampling_factor * count, 6))  # 1.1 * 10 is a little more than 11
 
     @property
+    def eval_strategy(self) -> str:
+        """TRL's name for whether held-out prompts are evaluated between steps: steps or no."""
+        return "no" if self.eval_steps is None else "steps"
+
+    @property
     def rows_per_step(self) -> int:
         """Prompts per step."""
         return self.prompts_per_step

@@ -24,7 +24,7 @@ from fastgrpo.policy.load import OWN_ATTENTION, load_policy, stop_token_ids
 from fastgrpo.policy.model import Policy
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.answers import completion_text, final_answer
-from fastgrpo.rewards.call import Judged, Rewards, judge_together, reward_matrix
+from fastgrpo.rewards.call import Judged, Rewards, joined, judge_together, reward_matrix
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.backend import RolloutBackend, draw_groups
 from fastgrpo.rollout.sampling import SamplingParams
@@ -144,13 +144,19 @@ def evaluate(
     means = _Means()
 
     def judged(sampling: SamplingParams, draws: int, prefix: str) -> list[Sample]:
-        share = draws / (1 + num_generations)
-        told = None if progress is None else lambda done: progress(done * share)
-        groups = source.start(mine, draws, HELD_OUT)
-        with engine.policy.gather():
-            drawn = draw_groups(engine, groups, sampling, progress=told, ranks=ranks)
-        result = judge_together(rewards, drawn, prompts, source.tokenizer, trainer_state, ranks=ranks)
-        source.finish(groups)
+        parts, size = [], max(1, len(prompts))
+        if source.environments is not None and source.environments.resets:  # each completion in flight has its own
+            size = max(1, engine.max_num_seqs // draws) * ranks.size
+        for at in range(0, len(prompts), size):
+            some = {i: prompt for i, prompt in mine.items() if at <= i < at + size}
+            share = draws / (1 + num_generations) * min(size, len(prompts) - at) / len(prompts)
+            told = None if progress is None else lambda done, share=share: progress(done * share)
+            groups = source.start(some, draws, HELD_OUT)
+            with engine.policy.gather():
+                drawn = draw_groups(engine, groups, sampling, progress=told, ranks=ranks)
+            parts.append(judge_together(rewards, drawn, prompts, source.tokenizer, trainer_state, ranks=ranks))
+            source.finish(groups)
+        result = joined(parts)
         source.turns()  # they do not count in the next step
         _measure(result, rewards, draws, prefix, means)
         return result.completions

@@ -435,20 +435,23 @@ class Judging:
             (i, _sent(completion, self.prompts[i])) for i, completion in zip(owners, judged.completions, strict=True)
         ]
         sent = dataclasses.replace(judged, completions=sent)
-        pairs, errors, timeouts, logged = [], Counter(), Counter(), defaultdict(list)
-        for other in self.ranks.gather(sent, "the completions that the ranks drew"):
-            pairs += other.completions
-            errors += other.errors
-            timeouts += other.timeouts
-            for name, values in other.logged.items():
-                logged[name] += values
-        completions = []
-        for i, sample in sorted(pairs, key=lambda pair: pair[0]):
+        judged, completions = joined(self.ranks.gather(sent, "the completions that the ranks drew")), []
+        for i, sample in sorted(judged.completions, key=lambda pair: pair[0]):
             given = self.prompts[i]
             if sample.prompt_ids is None:
                 sample = sample.replace(prompt_ids=given.ids, prompt=given.prompt)
             completions.append(sample.replace(columns=given.columns))
-        return Judged(completions, errors, dict(logged), timeouts)
+        return dataclasses.replace(judged, completions=completions)
+
+
+def joined(parts: Sequence[Judged]) -> Judged:
+    """Join verdicts in order."""
+    logged = defaultdict(list)
+    for part in parts:
+        for name, values in part.logged.items():
+            logged[name] += values
+    errors, timeouts = (sum((getattr(part, name) for part in parts), Counter()) for name in ("errors", "timeouts"))
+    return Judged([*itertools.chain.from_iterable(part.completions for part in parts)], errors, dict(logged), timeouts)
 
 
 def judge_together(

@@ -553,6 +553,8 @@ class VLLMBackend(RolloutBackend):
 
     def _write(self):
         """Write the newest adapters or weights to a new folder."""
+        if self.weights_dir is not None:
+            Path(self.weights_dir).mkdir(parents=True, exist_ok=True)
         self.folder = self.folder or tempfile.TemporaryDirectory(prefix="fastgrpo-", dir=self.weights_dir)
         root, module = Path(self.folder.name), self.policy.module
         root.chmod(0o755)  # the servers may run as another user

@@ -252,6 +252,9 @@ def rolled_out(
     lacking = [name for name in needed if returned.get(name) is None]
     if lacking:
         raise ValueError(f"rollout_func must return {', '.join(needed)}; {', '.join(lacking)} is missing")
+    for name, values in returned.items():
+        if isinstance(values, (str, Mapping)) or not hasattr(values, "__len__"):
+            returned[name] = [values] * len(prompts)  # one value for all, as in TRL
     wrong = {name: len(values) for name, values in returned.items() if len(values) != len(prompts)}
     if wrong:
         raise ValueError(f"rollout_func must return one item per prompt, {len(prompts)} here, got {wrong}")

@@ -163,6 +163,8 @@ class GRPOTrainer:
                 )
             remedy = "; or set max_steps, and let the environment write the prompts" if pool else ""
             raise ValueError(f"`train_dataset` is required: {self.needed_rows}{remedy}")
+        if args.command == "train" and args.system_prompt is not None and not isinstance(train_dataset, Source):
+            raise ValueError("only tasks read system_prompt; put it before the prompts of train_dataset")
         self.source = as_source(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset, needed=self._most_rows())
         train_rows = as_rows(self.source.rows, "train_dataset.rows")
         self.held_out = setup.read_held_out(eval_dataset, args.max_eval_samples)

@@ -167,8 +167,8 @@ def test_bias_correction_of_the_kl_follows_trl_except_for_full():
 
 
 def test_settings_are_a_frozen_dataclass():
-    config = GRPOConfig(beta=0.1, reward_weights=[1, 2], report_to="tensorboard")
-    assert config.reward_weights == (1, 2) and config.report_to == ("tensorboard",)
+    config = GRPOConfig("out", beta=0.1, reward_weights=[1, 2], report_to="tensorboard")
+    assert (config.output_dir, config.reward_weights, config.report_to) == ("out", (1, 2), ("tensorboard",))
     assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == dataclasses.replace(config) == config
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.beta = 1

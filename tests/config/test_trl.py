@@ -138,9 +138,9 @@ SERVED = {"use_vllm": True, "vllm_mode": "server"}
     (FOUR | {"eval_steps": 5, "save_steps": 10, "metric_for_best_model": "eval_reward"},
      {"eval_steps": 2, "save_steps": 4}),
     # evaluations
-    ({"eval_strategy": "steps", "eval_steps": 7}, {"eval_steps": 7, "eval_on_start": False}),
+    ({"eval_strategy": "steps", "eval_steps": 7}, {"eval_steps": 7, "eval_strategy": "steps", "eval_on_start": False}),
     ({"eval_strategy": "steps", "logging_steps": 4}, {"eval_steps": 4, "eval_on_start": False}),
-    ({"eval_strategy": "no", "eval_steps": 7}, {"eval_steps": None, "eval_on_start": False}),
+    ({"eval_strategy": "no", "eval_steps": 7}, {"eval_steps": None, "eval_strategy": "no", "eval_on_start": False}),
     ({"eval_strategy": "steps", "eval_steps": 6, "steps_per_generation": 2}, {"eval_steps": 3}),
     ({"num_generations_eval": 2}, {"eval_num_generations": 2}),
     # precision

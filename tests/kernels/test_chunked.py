@@ -32,8 +32,7 @@ def test_logits_of_a_16_bit_head_are_those_of_its_weights_in_fp32(monkeypatch, r
     logits = head_torch.linear_fp32(hidden, weight)
     assert logits.dtype == torch.float32
     terms = hidden.double()[:, None] * weight.double()
-    bound = 4 * torch.finfo(torch.float32).eps * terms.abs().sum(-1)
-    assert ((logits - terms.sum(-1)).abs() <= bound).all()
+    assert ((logits - terms.sum(-1)).abs() <= 4 * torch.finfo(torch.float32).eps * terms.abs().sum(-1)).all()
     assert not (logits == (hidden @ weight.T).float()).all()
 
 

@@ -116,8 +116,7 @@ def test_both_keep_the_table_of_every_step(told):
 def test_tracker_names_equal_trls():
     trained = {"reward": 1.0, "rewards/right/mean": 0.5, "loss": float("nan"), "learning_rate": 0.1}
     assert named(3, trained) == {"train/reward": 1.0, "train/rewards/right/mean": 0.5, "train/learning_rate": 0.1}
-    held_out = {"eval/accuracy": 0.5, "eval/time": 2.0, "eval/sampled/reward": 0.25, "eval/mean_length": 3.0}
-    assert named(3, held_out) == {
+    assert named(3, {"eval/accuracy": 0.5, "eval/time": 2.0, "eval/sampled/reward": 0.25, "eval/mean_length": 3.0}) == {
         "eval/accuracy": 0.5, "eval/runtime": 2.0, "eval/reward": 0.25, "eval/completions/mean_length": 3.0,
     }  # fmt: skip
     assert named(3, {"eval_hard/time": 1.0}) == {"eval/hard_runtime": 1.0}

@@ -173,16 +173,17 @@ def test_compares_two_models(tmp_path, capfd):
 
 def test_evaluates_with_tools(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("fastgrpo.tools.prompts.TurnBuilder", CountingBuilder)
-    model = tiny.save(tmp_path / "model", chat=True)
+    model, made = tiny.save(tmp_path / "model", chat=True), []
     config = json.loads((model / "generation_config.json").read_text())
     (model / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": ENDS}))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     argv = [str(model), "--task", "dataset", "--dataset_name", str(tmp_path / "rows.jsonl"), "--device", "cpu"]
     argv += ["--reward_funcs", "tool_runs:reward", "--max_completion_length", "40", "--eval_num_generations", "2"]
     argv += ["--environment", "tool_runs:Counter", "--show", "20", "--output", str(tmp_path / "out")]
-    assert main([*argv, "--reward_weights", "0.5"]) == 0  # that of Counter stays 1
+    monkeypatch.setattr("tool_runs.Counter.__init__", lambda self: made.append(self))
+    assert main([*argv, "--reward_weights", "0.5", "--max_num_seqs", "4"]) == 0  # the weight of Counter stays 1
     rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    assert len(rows) == 3 * len(ROWS) and any(row["calls"] for row in rows)
+    assert len(rows) == 3 * len(ROWS) and any(row["calls"] for row in rows) and len(made) <= 5
     for row in rows:
         answers = [message["content"] for message in row["completion"] if message["role"] == "tool"]
         assert answers == [call["answer"] for call in row["calls"]][: len(answers)]

@@ -95,16 +95,17 @@ def test_a_run_with_a_rollout_func(tmp_path):
 ])  # fmt: skip
 def test_rejects_wrong_results_of_a_rollout_func(tmp_path, wrong, fault):
     good = {"prompt_ids": [[5]] * 8, "completion_ids": torch.full((8, 1), 9), "logprobs": torch.full((8, 1), -1.0)}
-    good["env_mask"] = torch.ones(8, 1)
+    good |= {"env_mask": torch.ones(8, 1), "server": "a", "speed": 1.5}  # one value for all completions
     with pytest.raises(ValueError, match=fault):
         make_trainer(tmp_path, rollout_func=lambda *_: wrong and good | wrong, max_steps=1).train()
 
 
 def test_rejects_a_rollout_func_with_tools_and_tools_without_prompts(tmp_path):
-    with pytest.raises(ValueError, match="rollout_func cannot be combined"):
-        make_trainer(tmp_path, rollout_func=rollouts, tools=[count])
-    with pytest.raises(ValueError, match="rollout_func cannot be aborted"):
-        make_trainer(tmp_path, rollout_func=rollouts, oversampling_factor=1.5)
+    for fault, wrong in ("combined", {"tools": [count]}), ("aborted", {"oversampling_factor": 1.5}):
+        with pytest.raises(ValueError, match=f"rollout_func cannot be {fault}"):
+            make_trainer(tmp_path, rollout_func=rollouts, **wrong)
+    with pytest.raises(ValueError, match="only tasks read system_prompt"):
+        make_trainer(tmp_path, system_prompt="Play.")
     with pytest.raises(ValueError, match="no column 'prompt'"):
         make_trainer(tmp_path, [{"promt": "a"}], tools=[count]).open()
     with pytest.raises(ValueError, match="a `prompt` column, and a column `environment`"):  # the rows choose one
