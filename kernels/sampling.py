@@ -26,6 +26,7 @@ from fastgrpo.kernels import launch
 from fastgrpo.kernels.launch import LN2, LOG2E
 
 LOWEST_FLOAT = tl.constexpr(-3.4028234663852886e38)
+SORTED_ROWS = 64  # rows of logits that top-p sorts at a time, because a sort needs about 30 bytes per logit
 
 
 @triton.jit
@@ -157,6 +158,12 @@ def least_kept(logits: torch.Tensor, scale: float, top_k: int, top_p: float) -> 
     vocab = logits.shape[1]
     if top_p == 1:
         return logits.topk(top_k, dim=-1).values.amin(-1) if 0 < top_k < vocab else None
+    return torch.cat([_least_in_nucleus(rows, scale, top_k, top_p) for rows in logits.split(SORTED_ROWS)])
+
+
+def _least_in_nucleus(logits, scale, top_k, top_p):
+    """Return `least_kept` for top_p < 1."""
+    vocab = logits.shape[1]
     ordered = logits.sort(dim=-1, descending=True).values
     masses = torch.exp2((ordered - ordered[:, :1]) * scale)
     if 0 < top_k < vocab:

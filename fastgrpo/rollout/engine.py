@@ -198,6 +198,7 @@ class RolloutEngine(RolloutBackend):
     def free(self) -> None:
         """Free keys and values, CUDA graphs and copies of weights until the next request. Nothing may be in flight."""
         self.weights.release()
+        self.weights.drop_copies()
         self._free_slots()
         self.budget = None
         self.phases.clear()

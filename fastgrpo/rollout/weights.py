@@ -211,7 +211,7 @@ class HeldWeights:
     def release(self) -> None:
         """Release the gathered and packed weights."""
         self.packed.free()
-        self.parameters = []
+        self.parameters, self.layers = [], None  # the layers refer to the gathered weights
         self.gathered.close()
 
 
