@@ -52,14 +52,14 @@ _REWRITES = [
         (r"(?<![\w)}\]%])(?<![\w)}\]%] )–(?=[0-9.\\$(])", "-"),
         (rf"(?:{_TEXT})?\{{,\}}", ","),
         (
-            r"(?<=[0-9])(?:[\u00a0\u2009\u202f~'’_]|\\[;: ]|\{\\,\}|\\thinspace ?)(?=[0-9]{3}(?![0-9]))"
+            r"(?<=[0-9])(?:[\u00a0\u2009\u202f~'’_]|(?<!\\)\\[;: ]|\{\\,\}|\\thinspace ?)(?=[0-9]{3}(?![0-9]))"
             r"|\\[,!]|\\(?:left|right|[bB]igg?[lrm]?|displaystyle)(?![A-Za-z])|\\(?:text)?color\{[A-Za-z]*\}",
             "",
         ),
-        (r"[\u00a0\u2009\u202f\u3000~]|\\[;: ]|\\q?quad(?![A-Za-z])", " "),
+        (r"[\u00a0\u2009\u202f\u3000~]|(?<!\\)\\[;: ]|\\q?quad(?![A-Za-z])", " "),
         (rf"\\([%{CURRENCY}])", r"\1"),
         # Units in braces after a value, and exponents of units, are not part of the value.
-        (r"\^\{?\\circ\}?|[°º˚]|\\degree(?![A-Za-z])", ""),
+        (r"(?:\^\{?\\circ\}?|[°º˚]|\\degree(?![A-Za-z]))(,?)", lambda match: match[1] and " ,"),
         (rf"(?:(?<=[0-9}})\]π%x])|(?<=\\pi)) ?{_UNIT}(?: ?(?:/|·|\\cdot)? ?{_UNIT})*", " "),
         (
             rf"(?:{_TEXT}\{{[^{{}}0-9]*\}}|(?<![A-Za-z\\])(?:[ckdm]?m|in|ft|yd|mi|[a-z]{{4,}})) ?\^(?:[23]|\{{[23]\}})",
@@ -76,6 +76,7 @@ _REWRITES = [
         (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
         (r"±", r"\\pm "),
         (r"(?<=[0-9]) : (?=[0-9])", ":"),
+        (r"(?<=[0-9]) ?([AaPp])\. ?[Mm]\.?(?![A-Za-z])", r" \1m"),
         (r"(?<=[0-9]) ?[xX] ?(?=[0-9])", "*"),
         (r"(?<=[0-9)}])\*\*(?=[0-9(])", "^"),
         # At the start of an answer, a sign that is separated from its number by spaces is still its sign.
@@ -90,7 +91,7 @@ _REWRITES = [
 
 # Words and units of two letters, but not the product 2xy. Letters of other alphabets and arrows also separate formulas.
 _WORD = re.compile(
-    r"(?<![\\A-Za-z])(?!(?:abc|ABC|xyz|and|or)(?![A-Za-z]))(?:[A-Za-z]{3,}"
+    r"(?<![\\A-Za-z])(?<!begin\{)(?<!end\{)(?!(?:abc|ABC|xyz|and|or)(?![A-Za-z]))(?:[A-Za-z]{3,}"
     r"|(?i:am|an|as|at|be|by|he|if|in|is|it|no|of|on|pm|so|to|we|st|nd|rd|th|[cdkm]m|[km]g|[cm]l|ft|yd|mi|lb|oz|sq|cu"
     r"|hr|wk|yr|yo)(?![A-Za-z])|(?<=[0-9] )(?!ab|ac|bc|mn|pq|xy|xz|yz)[A-Za-z]{2}(?![A-Za-z]))"
     r"|(?<=[0-9] )an?(?= [A-Za-z])|[^\W\d_A-Za-zπ]+|[=-]>|[→⇒∴]|\\(?:[Rr]ightarrow|implies|therefore|to)(?![A-Za-z])"
@@ -130,7 +131,7 @@ _OPERAND_AFTER = re.compile(rf" *(?:[\^√π]|{_FUNCTION})")
 _FRACTION = re.compile(rf"\\[dtc]?frac\{{\s*(-?{_DECIMAL})\s*\}}\{{\s*({_DECIMAL})\s*\}}")
 # A percentage is compared without its sign. The comma in (1000,200) separates items, the one in 5,000 does not.
 _DROPPED = re.compile(rf"%|(?<![A-Za-z])[{CURRENCY}]|[{CURRENCY}](?! ?[0-9])")
-_NO_ITEMS = re.compile(r"(?<![0-9,])[0-9,]+(?![0-9,)\]])")
+_NO_ITEMS = re.compile(r"(?<![0-9,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,)\]}\\])")
 _THOUSANDS = re.compile(r"(?<![0-9]{4})(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 # One letter is a unit only if it cannot be a variable: 5 m, but not 5x.
 _LETTER_UNIT = re.compile(r"(?<=[0-9]) ?(?:[cdghlmpswABCFGJKLMNVW](?:\^?\{?-?[0-9]\}?)?[ /]?)+\Z")
@@ -141,7 +142,7 @@ _TOKEN = re.compile(
     r"|\\(?:[dtc]?frac|sqrt|pi|times|cdot|div|pm|mp|infty|cup|lor|[lr]?brac[ek]|[lr]angle|[{}])(?![A-Za-z])"
     r"|[-+*/^()\[\]{}=,;π∞×·÷∪A-Za-z]|(?<=[0-9]):(?=[0-9]))"
 )
-_RELATION = re.compile(r"[<>≤≥∞]|\\(?:[lg](?:eq?|t)|n?eq?|infty|cup|cap)(?![A-Za-z])")
+_RELATION = re.compile(r"[<>≤≥≠∞]|!=|\\(?:[lg](?:eq?|t)|n?eq?|infty|cup|cap)(?![A-Za-z])")
 _SIGN = re.compile(r"[_^|!]|\\[A-Za-z]")
 
 
@@ -150,6 +151,7 @@ class _Answer(NamedTuple):
 
     text: str  # all of it, without spaces
     number: Fraction | None  # its value if it is a number
+    exact: Fraction | None  # the value before a sign \approx, if `number` is near it; otherwise `number`
     formula: str  # compared if either answer is not a number
     has_digit: bool
 
@@ -251,7 +253,7 @@ def answers_match(text: str, reference: str) -> bool | None:
     if not expected.has_digit:
         return None
     if answer.number is not None and expected.number is not None:
-        return answer.number == expected.number
+        return not {answer.number, answer.exact}.isdisjoint({expected.number, expected.exact})
     if answer.text == expected.text:  # equal texts are equal answers
         return True
     verdict = same_values(answer.formula, expected.formula)
@@ -268,7 +270,10 @@ def _read(text: str) -> _Answer:
     number = None if follows_words else _lone_number(last)
     if number is None and (follows_words or not _is_formula(first, last)) and "matrix" not in text:
         number = _last_number(text)
-    return _Answer("".join(text.split()), number, first, re.search("[0-9]", text) is not None)
+    exact = None if number is None or first == last else _lone_number(first)
+    if exact is None or abs(exact - number) * 20 > abs(exact) or exact.denominator == 1:
+        exact = number
+    return _Answer("".join(text.split()), number, exact, first, re.search("[0-9]", text) is not None)
 
 
 def _is_formula(found: str, last: str) -> bool:
@@ -297,6 +302,8 @@ def _lone_number(found: str) -> Fraction | None:
         return None
     left, _, right = found.rpartition("=")
     left = re.sub(r"\([^()]*\)|_\w", "", left)
+    if re.search(r"[<>!≤≥≠]\s*\Z", left):  # the sign was >= or !=
+        return None
     if re.search("[A-Za-z]", left) and re.search(r"[0-9+*/^-]", left):  # an equation
         return None
     number = _NUMBER.fullmatch(_LETTER_UNIT.sub("", _FRACTION.sub(r"\1/\2", right)).strip(" ()[]{}"))

@@ -10,6 +10,7 @@ read), then "t", "f", or "k" (the child was killed).
 
 import atexit
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -35,7 +36,7 @@ _REWRITES = [
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
         (r"\\sqrt *\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"\A *=|(?<=\{) +| +(?=\})", ""),
+        (r"\A *=|(?<=\{) +| +(?=\})|(?<=[})]) +m\Z", ""),  # m are metres
         (r"\A([^=]+)= *([A-Za-z])\Z", r"\2=\1"),  # 3 = x
     )
 ]
@@ -170,7 +171,9 @@ def _serve():
 
 def _compare_all(connection, math_verify):
     """Answer requests until the socket is closed, then exit."""
-    config = [math_verify.LatexExtractionConfig()]
+    config = math_verify.LatexExtractionConfig()
+    kept = dataclasses.replace(config.normalization_config, units=False)  # else the m of 12 + 3m is a unit
+    config = [dataclasses.replace(config, normalization_config=kept)]
 
     @lru_cache(maxsize=256)
     def parsed(text):
