@@ -108,12 +108,12 @@ DIFFERS = [
     ),
     (
         "adapters can have dropout, DoRA, `modules_to_save`, `target_parameters` or other options of peft",
-        "an error that names the option. Checkpoints support only LoRA of linear layers",
+        "an error: checkpoints support only LoRA of linear layers",
     ),
     ("prompt tuning trains", "an error: pass a `LoraConfig`"),
     (
         "if `model` is a `PeftModel` with trained adapters, the reference includes them",
-        "an error: the reference is the model without adapters; merge them first",
+        "an error: merge them first",
     ),
     ("`eval_loss` is a mean over batches", "`eval_loss` treats all completions of an evaluation as one batch"),
     ("reward functions may log a metric as `accuracy`", "an error: `accuracy` exists; choose another name"),
@@ -121,7 +121,7 @@ DIFFERS = [
     ("`train()` overwrites an earlier run in `output_dir`", "an error; resume, or set `overwrite_output_dir`"),
     ("`save_model(output_dir)` writes into the run folder", "writes into its folder `final/`"),
     ("`optimizers=` replaces the optimizer", "an error that names the settings to use"),
-    ("`trainer.accelerator` exists", "does not exist; use `is_world_process_zero()`"),
+    ("`trainer.accelerator` exists", "missing; use `is_world_process_zero()`"),
 ]
 HEADER = "| flag | default (allowed values) | meaning |\n|------|--------------------------|---------|"
 
