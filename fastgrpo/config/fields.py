@@ -107,9 +107,10 @@ def settings_class(record: Record) -> Record:
 
     @functools.wraps(checked)
     def __init__(self, *args, **stated):
-        if len(args) > 1:
-            raise TypeError("give settings by name; only output_dir may come without one, as the first")
-        stated |= dict(zip(("output_dir",), args))  # noqa: B905
+        if args:
+            if len(args) > 1 or "output_dir" in stated:
+                raise TypeError("give settings by name; only output_dir may come first, without its name")
+            stated["output_dir"] = args[0]
         kinds = hints(type(self))
         stated = getattr(self, "translated", dict)(stated)
         for name in stated:

@@ -58,7 +58,7 @@ _REWRITES = [
         ),
         (r"[\u00a0\u2009\u202f\u3000~]|(?<!\\)\\[;: ]|\\q?quad(?![A-Za-z])", " "),
         (rf"\\([%{CURRENCY}])", r"\1"),
-        # Units in braces after a value, and exponents of units, are not part of the value.
+        # Units in braces after a value, and exponents of units, are not part of the value. 60°,120° stay two values.
         (r"(?:\^\{?\\circ\}?|[°º˚]|\\degree(?![A-Za-z]))(,?)", lambda match: match[1] and " ,"),
         (rf"(?:(?<=[0-9}})\]π%x])|(?<=\\pi)) ?{_UNIT}(?: ?(?:/|·|\\cdot)? ?{_UNIT})*", " "),
         (

@@ -164,7 +164,7 @@ class Jail:
         ends = time.monotonic() + (self.limits.seconds if seconds is None else seconds)
         with contextlib.ExitStack() as stack, selectors.DefaultSelector() as waiting:
             (source, feed), (sink, drain) = _pipe(stack), _pipe(stack)
-            if os.geteuid() == 0:  # else the program could not open /dev/stdin and /dev/stdout
+            if os.geteuid() == 0:  # the user of the program must own the pipes to open /dev/stdin and /dev/stdout
                 for end in (source, drain):
                     os.fchown(end.fileno(), NOBODY, NOBODY)
             try:

@@ -207,7 +207,8 @@ class Lanes:
             if self.copies is not None:
                 self.copies.wait_event(self.reached)
             index = to_device(torch.tensor(lanes), self.length.device)
-            lengths = (self.length[index].cpu() - first).clamp_(min=0).tolist()  # of a completion that has ended, < 0
+            # `starts` counts the tokens of the longest completion of a request; one that has ended may have fewer.
+            lengths = (self.length[index].cpu() - first).clamp_(min=0).tolist()
             columns = (first[:, None] + torch.arange(max(lengths))).clamp_(max=self.tokens.shape[1] - 1)
             read = index[:, None], to_device(columns, index.device)
             tokens = self.tokens[read].tolist()
