@@ -26,7 +26,7 @@ KERNELS_ONLY = {"FASTGRPO_SELF_CHECK": "raise"}
 # Equal in all rows of one run: child processes inherit both from their parent.
 STARTED_VARIABLE, COMMIT_VARIABLE = "FASTGRPO_BENCH_STARTED", "FASTGRPO_BENCH_COMMIT"
 STARTED = os.environ.get(STARTED_VARIABLE) or datetime.now(UTC).isoformat(timespec="seconds")
-PACKAGES = ("triton", "trl", "liger-kernel", "cut-cross-entropy")  # their versions are in every row
+PACKAGES = ("triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy")  # their versions are in every row
 L2_BYTES = 256 * 2**20  # more than the L2 cache of any GPU, so that zeroing this much memory flushes it
 # Zeroing the cache this often takes the GPU two to three milliseconds. In this time the host launches the variant's
 # first kernels, so that the measured time does not include launch latency, as in training. The host reaches the first

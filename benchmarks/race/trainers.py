@@ -22,12 +22,8 @@ if TYPE_CHECKING:
     from fastgrpo import GRPOTrainer
 
 WEIGHTS = "weights.safetensors"
-TRL = {  # variant -> settings of TRL besides those of the task
-    "TRL": {},
-    "TRL, continuous batching": {"use_transformers_continuous_batching": True},
-    "TRL, loss of fastgrpo": {},
-}
-VARIANTS = ("fastgrpo", *TRL)
+BATCHING = "TRL, continuous batching"
+VARIANTS = ("fastgrpo", "TRL", BATCHING, "TRL, loss of fastgrpo")
 
 
 def our_trainer(
@@ -55,8 +51,11 @@ def trl_settings(variant: str, race: RaceTask, updates: int = 1) -> dict[str, An
 
     if race.tools:  # TRL refuses templates of calls without the names of arguments
         grpo_trainer.supports_tool_calling = lambda processing_class: True
-    of_update = race.prompts * race.settings["num_generations"] // updates
+    of_step = race.prompts * race.settings["num_generations"]
+    of_update = of_step // updates
     batch = race.trl_batch or of_update
+    # The default cache takes half of the free memory, and is slower. Prompt and completion fit into a block here.
+    cache = {"num_blocks": of_step, "max_batch_tokens": 4096}
     return {
         "tools": race.tools,
         "per_device_train_batch_size": batch,
@@ -66,8 +65,9 @@ def trl_settings(variant: str, race: RaceTask, updates: int = 1) -> dict[str, An
         "bf16": False,
         "gradient_checkpointing": False,
         "model_init_kwargs": {"dtype": "float32"},
+        "use_transformers_continuous_batching": variant == BATCHING,
+        "transformers_continuous_batching_config": cache,
         **race.settings,
-        **TRL[variant],
     }
 
 
