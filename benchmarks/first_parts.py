@@ -5,6 +5,7 @@ A part prints each result as a line of JSON as soon as it is known, so that a pa
 sizes are tiny, and without a GPU the kernels run in Triton's interpreter.
 """
 
+import gc
 import json
 import subprocess
 import sys
@@ -153,6 +154,7 @@ def time_decode() -> None:
         seconds = compare({name: call}, 3, DEVICE, SECONDS)[name]["median_s"]
         tell(bars={f"{name}: tokens/s": at_least(round(sum(lengths) / seconds), predicted)})
         del policy, engine, call
+        gc.collect()  # layers of Liger are in reference cycles
 
 
 def time_step() -> None:

@@ -68,10 +68,7 @@ GUARD = tl.constexpr(2.0**86)
 def flagged(total_ptr, rows, n_rows):
     """Return which rows need another anchor than their target. NaN is not flagged, and stays NaN.
 
-    Args:
-        total_ptr: [N] sums of the exponentials of all tokens except the target.
-        rows: Row indices.
-        n_rows: N.
+    `total_ptr` [N] holds the sum of E over all tokens except the target.
     """
     return tl.load(total_ptr + rows, mask=rows < n_rows, other=0.0) >= GUARD
 
@@ -91,14 +88,7 @@ def packed(x2):
 
 @triton.jit
 def row_scale(inv_t, inv_t_ptr, rows, n_rows):
-    """Return log2(e) / T of each row.
-
-    Args:
-        inv_t: 1 / T of all rows, used if `inv_t_ptr` is None.
-        inv_t_ptr: [N] 1 / T of each row, or None.
-        rows: Row indices.
-        n_rows: N.
-    """
+    """Return log2(e) / T of each row. `inv_t` (of all rows) and `inv_t_ptr` ([N], or None) hold 1 / T."""
     if inv_t_ptr is not None:
         return tl.load(inv_t_ptr + rows, mask=rows < n_rows, other=1.0) * LOG2E
     return tl.zeros_like(rows).to(tl.float32) + inv_t * LOG2E
@@ -106,11 +96,7 @@ def row_scale(inv_t, inv_t_ptr, rows, n_rows):
 
 @triton.jit
 def tanh(x):
-    """Return the hyperbolic tangent by one exponential and one division. Its absolute error is fp32 rounding.
-
-    Args:
-        x: fp32 values.
-    """
+    """Return the hyperbolic tangent by one exponential and one division. Its absolute error is fp32 rounding."""
     e = tl.exp(-2.0 * tl.abs(x))
     t = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0, -t, t)
@@ -121,18 +107,7 @@ def dot_rows(h_ptr, h_stride, rows, w_ptr, w_stride, cols, depth, even_k: tl.con
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Return hidden[rows] @ weight[cols].T, [BLOCK_M, BLOCK_N] fp32.
 
-    Args:
-        h_ptr: hidden [N, D].
-        h_stride: Elements between two rows of hidden.
-        rows: [BLOCK_M] row indices in [0, N).
-        w_ptr: weight [V, D].
-        w_stride: Elements between two rows of weight.
-        cols: [BLOCK_N] vocabulary entries in [0, V).
-        depth: D.
-        even_k: Whether D is a multiple of BLOCK_K, so that loads need no mask.
-        BLOCK_M: Rows of the block.
-        BLOCK_N: Vocabulary entries of the block.
-        BLOCK_K: Elements of D per step.
+    Indices must be within [0, N) and [0, V). `even_k` says that D is a multiple of BLOCK_K, so that loads need no mask.
     """
     k = tl.arange(0, BLOCK_K)
     h_ptrs = h_ptr + rows.to(tl.int64)[:, None] * h_stride + k[None, :]
@@ -402,11 +377,7 @@ def empty_exps(rows: int, vocab: int, like: torch.Tensor, logs: bool = False) ->
 
 
 def anchor_fwd(head: Head) -> torch.Tensor:
-    """Compute y at the target of each row, the anchor of the anchored forward.
-
-    Returns:
-        [N] fp32; NaN for a target outside [0, V).
-    """
+    """Compute the anchor, y at the target of each row: [N] fp32, NaN for a target outside [0, V)."""
     n = len(head.hidden)
     out = torch.empty(n, dtype=torch.float32, device=head.hidden.device)
     blocks = blocks_of(launch.ANCHOR_BLOCKS)
@@ -437,22 +408,11 @@ def linear_exp_fwd(
     flags: torch.Tensor | None = None,
     logs: bool = False,
 ) -> list[torch.Tensor | None]:
-    """Write E of the module docstring to `exps`, and return its sums over each vocabulary tile.
+    """Write E of the module docstring to `exps`, or log2 E with `logs`, and return its sums over each vocabulary tile.
 
-    Args:
-        head: The checked arguments of the head.
-        anchor: [N] fp32, the anchor of each row.
-        exps: [N, V] output for E, with contiguous rows of any pitch, or None.
-        patch: [N] fp32, stored at the target's column instead of its exponential, or None.
-        mix: [2, N] fp32. E is multiplied by mix[0] + mix[1] x2, which adds an entropy gradient. None means a factor of
-            1.
-        sums: Whether to return sum_v E, without the target's column.
-        entropy: Whether to return sum_v E x2, without the target's column.
-        flags: [N] fp32 row sums. Only row blocks with a flagged row (`flagged`) are computed. None computes all.
-        logs: Whether to write log2 E instead of E.
-
-    Returns:
-        The sums and the entropy sums, each [vocabulary tiles, N] fp32, or None if not requested.
+    The sums of E and of E x2 (`entropy`) omit the target's column; each is [vocabulary tiles, N] fp32, or None. `patch`
+    [N] replaces E at the target. `mix` [2, N] multiplies E by mix[0] + mix[1] x2, which adds an entropy gradient. With
+    `flags`, [N] row sums, only row blocks with a flagged row are computed. `exps` has contiguous rows of any pitch.
     """
     n, vocab = len(head.hidden), head.weight.shape[0]
     major, minor = launch.capability(head.hidden.device)
@@ -537,11 +497,9 @@ def _online_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, i
 def online_fwd(head: Head, flags: Tensor, entropy: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute the online softmax of every vocabulary split of flagged rows, without the target's column.
 
-    Only row blocks with a flagged row are computed. The outputs of the others are uninitialized.
-
-    Returns:
-        [splits, N] fp32 each: the maxima of x2, the sums of 2^(x2 - maximum), and the sums of 2^(x2 - maximum) times
-        (x2 - maximum), or None without `entropy`.
+    Only row blocks with a flagged row are computed. The outputs of the others are uninitialized. The results are
+    [splits, N] fp32: the maxima of x2, the sums of 2^(x2 - maximum), and the sums of 2^(x2 - maximum) times
+    (x2 - maximum), or None without `entropy`.
     """
     n, device = len(head.hidden), head.hidden.device
     blocks, splits = blocks_of(launch.ONLINE_BLOCKS), launch.GUARD_SPLITS
@@ -675,14 +633,7 @@ def _entropy_bwd_kernel(e_ptr, e_stride, out_ptr, out_stride, target_ptr, patch_
 
 
 def reduce_fwd(tiles: torch.Tensor) -> torch.Tensor:
-    """Sum over the vocabulary tiles, in fixed order.
-
-    Args:
-        tiles: [vocabulary tiles, N] fp32.
-
-    Returns:
-        [N] fp32.
-    """
+    """Sum [vocabulary tiles, N] fp32 over the vocabulary tiles to [N], in fixed order."""
     n_tiles, n = tiles.shape
     out = torch.empty(n, dtype=torch.float32, device=tiles.device)
     _reduce_fwd_kernel[(triton.cdiv(n, launch.REDUCE_ROWS),)](
@@ -695,13 +646,10 @@ def finish_fwd(
     head: Head, target_y: Tensor, total: Tensor, entropy: Tensor | None,
     splits: tuple[Tensor, Tensor, Tensor | None], exps: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Compute `RowStats` of each row, and patch E [N, V] at the targets, if it is given.
+    """Compute `RowStats` of each row, [7, N] fp32, and patch E [N, V] at the targets, if it is given.
 
     `total` and `entropy` [N] are the sums of E and of E x2 over all tokens except the target, with the target as the
     anchor. `splits` is the result of `online_fwd`, used for flagged rows.
-
-    Returns:
-        [7, N] fp32, see `RowStats`.
     """
     n = len(target_y)
     out = torch.empty(7, n, dtype=torch.float32, device=target_y.device)
@@ -719,13 +667,8 @@ def head_entropy_bwd(logs: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h: 
 
         out_v = E_v (g + h (log p_v + H)),   v != target
 
-    Args:
-        logs: [N, V] log2 E.
-        targets: [N] int64.
-        rows: [7, N] fp32, `RowStats` of the forward.
-        g: [N] fp32, gradient of the log-probs.
-        h: [N] fp32, gradient of the entropies.
-        out: [N, V] output in the dtype of the products, which may use the memory of `logs`.
+    `logs` [N, V] is log2 E, and `out` [N, V], in the dtype of the products, may use its memory. `rows` is the
+    `RowStats` of the forward. g and h [N] are the fp32 gradients of the log-probs and of the entropies.
     """
     stats = RowStats(*rows.unbind(0))
     patch = g * stats.patch + h * stats.mass * (stats.logp + stats.entropy)
@@ -741,18 +684,9 @@ def head_products(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, dh: T
                   dbias: Tensor | None, start: int, group: str | None) -> None:  # fmt: skip
     """Compute the gradients of one chunk from its E: write its rows of dH, and add its part to dW and dbias.
 
-    The first chunk, which starts at row 0, overwrites dW and dbias, so that they need not be zeroed.
-
-    Args:
-        exps: [n, V] E of the chunk.
-        v: [n] fp32.
-        hidden: [n, D].
-        weight: [V, D] in the dtype of hidden.
-        dh: [M, D] output for rows `start` to `start` + n, or None.
-        dw: [V, D] fp32, or in the dtype of the weight if there is only one chunk, or None.
-        dbias: [V] fp32, or None.
-        start: Index of the chunk's first row.
-        group: Name of the process group of a sharded weight, over which dH is summed, or None.
+    The first chunk, which starts at row 0, overwrites dW and dbias, so that they need not be zeroed. dH [M, D] is
+    written at rows `start` to `start` + n, and summed over the ranks of `group`. dW and dbias are fp32, but dW may have
+    the dtype of the weight if there is only one chunk. Outputs that are None are skipped.
     """
     first = start == 0
     if len(hidden) == 0:
@@ -804,11 +738,7 @@ def chunk_slices(total: int, size: int) -> list[slice]:
 def rows_fwd(
     head: Head, exps: Tensor | None = None, entropy: bool = False, group: str | None = None, logs: bool = False
 ) -> Tensor:
-    """Compute `RowStats` of each row, and fill E [N, V], if it is given, or log2 E with `logs`.
-
-    Returns:
-        [7, N] fp32, see `RowStats`.
-    """
+    """Compute `RowStats` of each row, [7, N] fp32, and fill E [N, V], if it is given, or log2 E with `logs`."""
     target_y = anchor_fwd(head)
     if group is not None:  # c comes from the rank with the target; if no rank has it, the result is NaN
         target_y = all_reduce_(torch.where(head.targets == ELSEWHERE, 0.0, target_y), group)
@@ -827,15 +757,7 @@ def rows_fwd(
 
 
 def merge_ranks(splits: tuple[Tensor, Tensor, Tensor | None], group: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Merge the online softmax over the splits of all ranks into one split, equal on all ranks.
-
-    Args:
-        splits: Maxima, sums and entropy sums (or None), [splits, N] each, as `online_fwd` returns them.
-        group: Name of the process group.
-
-    Returns:
-        The same, [1, N] each.
-    """
+    """Merge the online softmax over the splits of all ranks into one split [1, N], equal on all ranks."""
     tops, totals, entropies = splits
     top = all_reduce_(tops.amax(0, keepdim=True), group, torch.distributed.ReduceOp.MAX)
     moved = torch.where(totals > 0, tops - top, 0.0)  # -inf - -inf would be NaN for a split with only the target
@@ -868,22 +790,9 @@ def linear_logprob_fwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
                        chunk_rows: int, group: str | None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the stats of each row and, with `keep`, E for the backward; without `keep`, in chunks.
 
-    Args:
-        hidden: [N, D] bf16.
-        weight: [V, D] in the dtype of hidden.
-        bias: [V] or None.
-        targets: [N] int64.
-        temperature: T of all rows, used if `temperatures` is None.
-        temperatures: [N] T of each row, or None.
-        softcap: Cap of the logits, or None.
-        keep: Whether to keep E for the backward.
-        entropy: Whether to compute the entropy.
-        logs: Whether to keep log2 E instead of E, for a gradient of the entropy. Not under a soft-cap.
-        chunk_rows: Maximum rows of a chunk.
-        group: Name of the process group of a sharded weight, or None.
-
-    Returns:
-        `RowStats` as [7, N] fp32; and E, [N, V] if it is kept, else [0, V].
+    The result is `RowStats` as [7, N] fp32, and E, which is [N, V] if it is kept, else [0, V]. `temperatures` [N]
+    replaces `temperature` if it is given. With `logs`, log2 E is kept instead of E, for a gradient of the entropy; this
+    excludes a soft-cap. See `linear_logprob` for the other arguments.
     """
     n, vocab = len(hidden), weight.shape[0]
     with no_autocast(hidden):

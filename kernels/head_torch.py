@@ -77,15 +77,7 @@ def weight_blocks(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[sl
 
 
 def linear_fp32(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute states @ weight.T with fp32 output, also on a CPU, where 16-bit products have 16-bit output.
-
-    Args:
-        states: [n, D], 16-bit, fp32 or fp64.
-        weight: [V, D] in the same dtype.
-
-    Returns:
-        [n, V] fp32.
-    """
+    """Compute states @ weight.T with fp32 output, also on a CPU, where 16-bit products have 16-bit output."""
     if states.dtype == torch.float64:
         return (states @ weight.T).float()
     if states.is_cuda or states.dtype == torch.float32:
@@ -98,13 +90,7 @@ def linear_fp32(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def add_mm_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Compute total += a @ b in fp32; on a GPU without a second tensor of this size.
-
-    Args:
-        total: [n, m] fp32 (fp64 for fp64 operands), changed in place.
-        a: [n, k].
-        b: [k, m].
-    """
+    """Compute total += a @ b in fp32 (fp64 for fp64), in place; on a GPU without a second tensor of this size."""
     if a.dtype == total.dtype:
         return total.addmm_(a, b)
     if a.device.type in GPUS:
@@ -115,15 +101,7 @@ def add_mm_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tens
 def hidden_product(
     exps: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, group: str | None = None
 ) -> torch.Tensor:
-    """Write dH = v (E W) in fp32, summed over the ranks of the group, and rounded once.
-
-    Args:
-        exps: E [n, V].
-        v: [n] fp32.
-        weight: [V, D].
-        out: dH [n, D], fp32 or in the dtype of the weight.
-        group: Name of the process group over which the rows of the weight are sharded, or None.
-    """
+    """Write dH = v (E W) to `out`, computed in fp32, summed over the ranks of `group`, and rounded once."""
     product = mm_fp32(exps, weight, out=out if out.dtype == torch.float32 else None)
     if group is None:
         return torch.mul(product, v[:, None], out=out)
@@ -146,15 +124,7 @@ def add_weight_product_(
 
 
 def bias_product(exps: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Compute dbias = E^T v.
-
-    Args:
-        exps: E [n, V].
-        v: [n] fp32.
-
-    Returns:
-        dbias [V] fp32.
-    """
+    """Compute dbias = E^T v in fp32, from E [n, V] and v [n]."""
     # v is scaled to a largest entry of 1, which does not underflow in any dtype. Rounded to bf16, v would add an error
     # as large as that of E; the sum of two bf16 numbers adds 2^-17. Both columns cost one read of E.
     factor = v.abs().amax().clamp(min=1e-30)
@@ -170,13 +140,9 @@ ELSEWHERE, NOWHERE = -1, -2
 def all_reduce_(
     values: torch.Tensor, group: dist.ProcessGroup | str | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> torch.Tensor:
-    """Reduce `values` in place over the ranks of a process group.
+    """Reduce `values` in place over the ranks of `group`, and return them. A group of None changes nothing.
 
-    Args:
-        values: A tensor of the same shape on every rank.
-        group: The process group; or its name, for operators of torch.library, which cannot take a group; or None for
-            one process, which does nothing.
-        op: The reduction.
+    `group` may be a name, for operators of torch.library, which cannot take a group.
     """
     if group is not None:
         group = dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
@@ -225,14 +191,9 @@ class Vocabulary(NamedTuple):
         return all_reduce_(values, self.group, dist.ReduceOp.MAX)
 
     def local(self, targets: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Convert ids of the full vocabulary to ids within this shard.
+        """Convert targets [n] of the full vocabulary to ids within this shard of `size` entries.
 
-        Args:
-            targets: [n] int64 ids of the full vocabulary.
-            size: Number of entries of this shard.
-
-        Returns:
-            Ids within the shard [n] int64 (clamped to it), and whether this rank has them [n] bool.
+        Returns ids clamped to the shard, and whether this rank holds each target (bool).
         """
         local = targets - self.first
         return local.clamp(0, size - 1), (local >= 0) & (local < size)
@@ -240,9 +201,7 @@ class Vocabulary(NamedTuple):
     def located(self, targets: torch.Tensor, size: int) -> tuple[torch.Tensor, str | None]:
         """Convert targets to ids within the shard, and the group to its name, for operators of torch.library.
 
-        Args:
-            targets: [n] int64 ids of the full vocabulary.
-            size: Number of entries of this shard.
+        Other ranks' targets become ELSEWHERE, and invalid ones NOWHERE. Without a group, targets are not changed.
         """
         if self.group is None:
             return targets, None
@@ -261,14 +220,7 @@ def softmax_(
     For a sharded vocabulary there are three all-reduces: of the maxima; of the sums and the targets' logits (0 on other
     ranks); and of the sums for the entropy.
 
-    Args:
-        z: [n, V] logits divided by the temperature, overwritten with the probabilities.
-        targets: [n] int64 ids of the full vocabulary.
-        vocabulary: The shard of `z`.
-        return_entropy: Whether to compute the entropy too.
-
-    Returns:
-        logps [n], and entropy [n] in nats or None.
+    `z` [n, V] holds logits divided by the temperature, and becomes the probabilities. The entropy is in nats.
     """
     top = vocabulary.max_(z.amax(-1))
     local, mine = vocabulary.local(targets, z.shape[-1])
@@ -304,13 +256,7 @@ def logit_gradient_(
 
         dz = g dlogp/dz + h dH/dz,   dlogp/dz = onehot_t - p,   dH/dz = -p (log p + H)
 
-    Args:
-        probs: [n, V] probabilities, overwritten with dz.
-        targets: [n] int64 ids of the full vocabulary.
-        vocabulary: The shard of `probs`.
-        g: [n] gradient of the log-prob.
-        entropy: [n] entropy H in nats, needed with `h`.
-        h: [n] gradient of the entropy, or None.
+    `probs` [n, V] is overwritten with dz. With h, `entropy` [n] in nats is needed.
     """
     g = g.to(probs.dtype)
     if h is None:
@@ -354,14 +300,7 @@ def full_kl(probs: torch.Tensor, ref_logits: torch.Tensor) -> tuple[torch.Tensor
 
 
 def full_kl_gradient_(probs: torch.Tensor, log_ratio: torch.Tensor, kl: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """Compute the gradient by the policy's logits z, in place of d.
-
-    Args:
-        probs: [n, V] the policy's probabilities p.
-        log_ratio: [n, V] d, overwritten with g p (d - KL).
-        kl: [n] KL of each row.
-        g: [n] gradient of the KL.
-    """
+    """Compute the gradient by the policy's logits, in place of d [n, V]: g p (d - KL)."""
     return log_ratio.sub_(kl[:, None]).mul_(probs).mul_(g.to(probs.dtype)[:, None])  # g dKL/dz = g p (d - KL)
 
 
@@ -394,13 +333,7 @@ def bounded_gradient(
 
     The number of columns determines shapes, which costs one sync per chunk on a GPU.
 
-    Args:
-        probs: [n, V] probabilities, not changed.
-        targets: [n] int64 ids of the full vocabulary.
-        vocabulary: The shard of `probs`.
-        g: [n] gradient of the log-prob, divided by the temperature.
-        tolerance: tau, above 0.
-        bend: [n, V] slope of the soft-cap, or None.
+    `probs` is restored before the return. g is divided by the temperature, and `bend` is the slope of the soft-cap.
     """
     g, size = g.to(probs.dtype), probs.shape[-1]
     local, mine = vocabulary.local(targets, size)
@@ -435,10 +368,9 @@ def _order(probs, local, mine, weights):
 
 
 def _longest(probs, order, free, limit):
-    """Return the longest prefix of `order` whose mass is at most `limit` [n] in every row.
+    """Return the length of the longest prefix of `order` whose mass is at most `limit` [n] in every row, and its mass.
 
-    Returns:
-        Its length, at most `free`, and its mass in each row [n].
+    The length is at most `free`, and the mass is that of each row [n].
     """
     size, step = len(order), -(-len(order) // GROUPS)
     members = probs.new_zeros(size, GROUPS)
@@ -612,20 +544,7 @@ def linear_logprob_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Compute log-probs and entropy by chunks of rows: one product.
 
-    Args:
-        hidden: [N, D].
-        weight: [V, D].
-        bias: [V] or None.
-        targets: [M] int64 token ids.
-        temperature: A float, or [M].
-        size: Maximum rows of a chunk.
-        vocabulary: The shard of `weight`.
-        softcap: The cap of the logits, or None.
-        return_entropy: Whether to compute the entropy too.
-        index: [M] int64 rows of hidden, or None for all of them.
-
-    Returns:
-        logps [M], and entropy [M] in nats or None. fp32, or fp64 for fp64 inputs.
+    `index` [M] selects rows of hidden; None selects all. Results are fp32, or fp64 for fp64 inputs; entropy is in nats.
     """
     dtype, operands = compute_dtype(hidden), operand_dtype(hidden, weight)
     logps = torch.empty(len(targets), dtype=dtype, device=hidden.device)

@@ -86,30 +86,10 @@ def policy_loss_rows(logps: Tensor, old: Tensor | None, log_ratio: Tensor | None
                      importance: Tensor | None, phi: Tensor | None, surrogate: str, kl: str,
                      correct_kl: bool, low: float, high: float, delta: float | None, beta: float, tau_pos: float,
                      tau_neg: float) -> Tensor:  # fmt: skip
-    """Run the kernel over all kept tokens.
+    """Run the kernel over all kept tokens [M]; see `token_loss` for the arguments.
 
-    Args:
-        logps: [M] log-probs under the policy.
-        old: [M] log-probs under the policy that drew the tokens, or None for a ratio of 1.
-        log_ratio: [M] log-ratios to use instead of logps - old, or None.
-        ref: [M] log-probs under the reference, or None for no KL.
-        advantages: [M].
-        weights: [M], with the mask and the whole aggregation.
-        importance: [M] importance weights against the sampler, or None for 1.
-        phi: [M] VESPO's weights, or None.
-        surrogate: Name of the surrogate, from `objectives.LOSS_TYPES`.
-        kl: Name of the KL estimator.
-        correct_kl: Whether the KL is multiplied by the ratio.
-        low: Lower bound of the clipped ratio.
-        high: Upper bound of the clipped ratio.
-        delta: Upper bound of the unclipped ratio, or None.
-        beta: Factor of the KL.
-        tau_pos: SAPO's temperature for tokens with a positive advantage.
-        tau_neg: SAPO's temperature for the other tokens.
-
-    Returns:
-        [6, M] fp32: the loss, g (without the gradient through a given log_ratio), the gradient through the log-ratio,
-        the loss without its KL, the KL, and the ratio.
+    The result is [6, M] fp32: the loss, g (without the gradient through a given log_ratio), the gradient through the
+    log-ratio, the loss without its KL, the KL, and the ratio. `weights` include the mask and the whole aggregation.
     """
     n = len(logps)
     out = logps.new_empty(6, n, dtype=torch.float32)
@@ -311,15 +291,8 @@ def logits_stats(logits: Tensor, places: Tensor | None, targets: Tensor, tempera
                  temperatures: Tensor | None) -> Tensor:  # fmt: skip
     """Read the logits once, and compute the stats for loss and backward.
 
-    Args:
-        logits: [N, V] with contiguous rows.
-        places: [N] int64, the place of each row among the kept tokens, or -1; None if all are kept.
-        targets: [M] int64.
-        temperature: T of all tokens, used if `temperatures` is None.
-        temperatures: [M] T of each token, or None.
-
-    Returns:
-        [4, M] fp32: logp, entropy, log2 sum_v exp(z_v), and 1 - p_t.
+    The stats are [4, M] fp32: logp, entropy, log2 sum_v exp(z_v), and 1 - p_t. The logits have contiguous rows.
+    `places` [N] is the place of each row among the kept tokens, or -1; None if all are kept.
     """
     if logits.shape[0] == 0:
         return logits.new_zeros(4, len(targets), dtype=torch.float32)
@@ -343,8 +316,7 @@ def logits_grpo_(logits: Tensor, places: Tensor | None, targets: Tensor, tempera
     For the first five arguments see `logits_stats`, for the others `policy_loss_rows`. `bonus` [M] are the weights of
     the entropy bonus, or None.
 
-    Returns:
-        [4, M] as `logits_stats` returns it, and [6, M] as `policy_loss_rows` returns it.
+    It returns the stats of `logits_stats` [4, M], and the results of `policy_loss_rows` [6, M].
     """
     out = torch.zeros(6, len(targets), dtype=torch.float32, device=logits.device)
     if logits.shape[0] == 0:
@@ -366,16 +338,7 @@ def logits_bwd(logits: Tensor, places: Tensor | None, targets: Tensor, temperatu
                stats: Tensor, g: Tensor, h: Tensor | None, out: Tensor) -> None:  # fmt: skip
     """Write the gradient of the logits, from the gradients of log-prob and entropy.
 
-    Args:
-        logits: [N, V] with contiguous rows.
-        places: [N] int64, the place of each row among the kept tokens, or -1; None if all are kept.
-        targets: [M] int64.
-        temperature: T of all tokens, used if `temperatures` is None.
-        temperatures: [M] T of each token, or None.
-        stats: [4, M], as `logits_stats` returns it.
-        g: [M] fp32, gradient of the log-probs.
-        h: [M] fp32, gradient of the entropies, or None.
-        out: [N, V] output in the dtype of the logits: the logits themselves or another tensor.
+    See `logits_stats` for `places` and `stats`. g and h [M] are fp32. `out` may be the logits themselves.
     """
     if len(logits) == 0:
         return
@@ -388,12 +351,7 @@ def logits_bwd(logits: Tensor, places: Tensor | None, targets: Tensor, temperatu
 
 @launch.operator("fastgrpo::scale_rows_", mutates_args=("matrix",))
 def scale_rows_(matrix: Tensor, factor: Tensor) -> None:
-    """Multiply a matrix by a scalar on the device, in place; a factor of 1 costs nothing.
-
-    Args:
-        matrix: [N, V] with contiguous rows.
-        factor: Scalar on the device of the matrix.
-    """
+    """Multiply a matrix with contiguous rows by a scalar on the device, in place; a factor of 1 costs nothing."""
     if len(matrix):
         _scale_rows_kernel[(len(matrix),)](matrix, matrix.stride(0), factor, matrix.shape[1], **_options())
 

@@ -139,13 +139,8 @@ def policy_parts(
     end where sequences end. If a sequence is longer than a chunk, or the lengths are only on the device, a forward-only
     pass over all tokens precedes the chunks.
 
-    Args:
-        rows: The kept tokens.
-        objective: An Objective.
-        slices: The chunks for an objective per token.
-        size: Maximum tokens of a chunk.
-        policy_loss_fwd: objectives.policy_loss_fwd or logits.policy_loss_fwd.
-        forward_only: Computes the log-probs [M] of all kept tokens.
+    `slices` are the chunks for an objective per token, and `forward_only` computes the log-probs [M] of all kept
+    tokens. Returns the chunks, and the results of `policy_loss_fwd` over all tokens, or None if it has not run.
     """
     parts = [(part, slice(None)) for part in slices]
     if rows.lengths is None or len(parts) == 1:
@@ -275,9 +270,8 @@ def token_loss(logp, old, log_ratio, ref, advantage, weight, importance, phi, NA
                beta, tau_pos, tau_neg):  # fmt: skip
     """Compute the loss of tokens. `old`, `log_ratio`, `ref`, `importance` and `phi` may be None.
 
-    Returns:
-        The loss; g, without the gradient through a given log_ratio; that gradient, which the caller averages over the
-        sequence; the weighted surrogate; the KL; and the ratio.
+    A given `log_ratio` replaces logp - old. The results are the loss; g, without the gradient through a given
+    log_ratio; that gradient, which the caller averages over the sequence; the weighted surrogate; the KL; the ratio.
     """
     moved = logp - logp  # 0, or NaN where logp is not finite: a ratio of 1 must not hide that
     if log_ratio is not None:
@@ -388,8 +382,7 @@ def vespo_phi(tokens: Tokens, objective: Any) -> torch.Tensor:
 
         log phi = lambda + k log W - lambda W,   W the product of the ratios of the sequence
 
-    Returns:
-        phi(W) [M], the same for all tokens of a sequence whose advantages have one sign.
+    phi(W) [M] is the same for all tokens of a sequence whose advantages have one sign.
     """
     # in fp64, because an error of log W is multiplied by k - lambda W
     log_w = sequence_sum(tokens.log_ratio.double().clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX), tokens.lengths)

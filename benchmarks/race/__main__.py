@@ -39,13 +39,15 @@ def contestant_of(variant: str, function: str, **options: Any) -> Contestant:
 
 def first_steps(
     name: str, seed: int, path: Path, examiner: Examiner, trainers: Sequence[str]
-) -> dict[str, dict[str, float]]:
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
     """Return loss and gradient norm of fastgrpo's and each trainer's first step on the same completions.
+
+    Also return the errors of the trainers that failed.
 
     Raises:
         ValueError: They differ by more than `AGREE` and `ROUNDING`.
     """
-    found = {}
+    found, failed = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         draws = Path(folder) / "draws.json"
         draws.write_text(json.dumps(examiner.draws(TASKS[name], seed)))
@@ -58,7 +60,7 @@ def first_steps(
                 except Failed as error:
                     if variant == "fastgrpo":
                         raise
-                    print(f"{name}, {variant}: {error}")
+                    failed[variant] = str(error)
                     continue
             (found[variant],) = contestant.values[variant]
     for variant, values in found.items():
@@ -66,7 +68,7 @@ def first_steps(
             expected = found["fastgrpo"][quantity]
             if not math.isclose(value, expected, rel_tol=AGREE, abs_tol=ROUNDING):
                 raise ValueError(f"{name}, {variant}: {quantity} of the first step is {value:.8g}, not {expected:.8g}")
-    return found
+    return found, failed
 
 
 def run(
@@ -74,14 +76,14 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Train one contestant, and yield the figures of each measurement.
 
-    Each row has step, seconds of training, accuracy, peak memory in MiB, and whether it is the last. The run ends after
-    `limit` seconds of training, or after those of the task, or with the target if the task `ends` then. The memory is
-    the peak resident memory of the process, or on a GPU the most that torch reserved; that excludes
-    the memory which `fastgrpo.rollout.mapped` maps if GPU memory is short.
+    Each row has step, seconds of training, seconds of them in rollouts, accuracy, peak memory in MiB, and whether it is
+    the last. The run ends after `limit` seconds of training, or after those of the task, or with the target if the task
+    `ends` then. The memory is the peak resident memory of the process, or on a GPU the most that torch reserved; that
+    excludes the memory which `fastgrpo.rollout.mapped` maps if GPU memory is short.
     """
     task = TASKS[name]
     steps, every = (4, 2) if SMALL else (task.steps, task.every)
-    seconds = 0.0
+    seconds = rollouts = 0.0
     yield {"step": 0, "seconds": 0.0, "accuracy": examiner.before}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -90,14 +92,15 @@ def run(
         it.entry()
         for step in tqdm(range(1, steps + 1), desc=f"{name}, {variant}, seed {seed}"):
             seconds += it.seconds(variant)
+            rollouts += it.values[variant][-1]["rollout_s"]
             last = step == steps or seconds > (limit or task.limit)
             if step % every == 0 or last:
-                memory = round(it.resident / 2**20)  # before the weights are saved
+                memory = round(it.resident / 2**20)
                 it.seconds("save")
                 accuracy = examiner.accuracy(Path(folder) / WEIGHTS)
                 last = last or (task.ends and accuracy >= task.target)
-                time = round(seconds, 2)
-                yield {"step": step, "seconds": time, "accuracy": accuracy, "peak_mib": memory, "last": last}
+                spent = {"seconds": round(seconds, 2), "rollout_s": round(rollouts, 2)}
+                yield {"step": step, **spent, "accuracy": accuracy, "peak_mib": memory, "last": last}
             if last:
                 return
 
@@ -112,26 +115,32 @@ def facts(name: str, variant: str, seed: int) -> dict[str, Any]:
 def race(name: str, trainers: Sequence[str], seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Run trainers on a task in turns over the seeds, and yield a row per measurement.
 
-    A trainer that has not reached the target at the task's time limit with the first seed runs with that seed only.
+    A trainer whose first step fails does not run. One that has not reached the target at the task's time limit with
+    the first seed runs with that seed only.
     """
-    slow = set()
+    left, agreed = set(), {}
     for seed in seeds:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model"
             TASKS[name].make_model(path, seed)
             examiner = Examiner(TASKS[name], path)
-            agreed = first_steps(name, seed, path, examiner, trainers) if seed == seeds[0] else {}
+            first = seed == seeds[0]
+            if first:
+                agreed, failed = first_steps(name, seed, path, examiner, trainers)
+                for variant, error in failed.items():
+                    left.add(variant)
+                    yield facts(name, variant, seed) | {"missing": error}
             at = seed % len(trainers)
             for variant in (*trainers[at:], *trainers[:at]):
-                if variant in slow:
+                if variant in left:
                     continue
-                about, best = facts(name, variant, seed) | {"first_step": agreed.get(variant)}, 0.0
+                about, best = facts(name, variant, seed) | {"first_step": agreed[variant] if first else None}, 0.0
                 try:
                     for measured in run(name, variant, seed, path, examiner):
                         best = max(best, measured["accuracy"])
                         yield about | measured
-                    if seed == seeds[0] and measured["seconds"] > TASKS[name].limit and best < TASKS[name].target:
-                        slow.add(variant)
+                    if first and measured["seconds"] > TASKS[name].limit and best < TASKS[name].target:
+                        left.add(variant)
                 except Failed as error:
                     yield about | {"missing": str(error)}
 
@@ -174,7 +183,8 @@ def runs_of(rows: list[dict[str, Any]]) -> dict[str, list[list[dict[str, Any]]]]
 def table(rows: list[dict[str, Any]]) -> str:
     """Format the results of a task: for each contestant the medians over its seeds, and the worst final accuracy.
 
-    A run that misses the target counts as infinitely slow. The memory is the largest of all runs.
+    The column `rollouts` has the share of the time that generation took, in the runs which measured it.
+    A run that failed or missed the target counts as infinitely slow. The memory is the largest of all runs.
     """
     first, task = rows[0], TASKS[rows[0]["task"]]
     of_step = task.prompts * task.settings["num_generations"]
@@ -182,31 +192,36 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         f"{machine(first['device'], first)}, commit {commits}, torch {first['torch']}, TRL {first['trl']}, {days}.",
         "",
-        f"| trainer | runs | seconds to {task.target:g} | samples/s | final accuracy, worst | peak MiB |",
-        "|---|---|---|---|---|---|",
+        f"| trainer | runs | seconds to {task.target:g} | steps | samples/s | rollouts "
+        "| final accuracy, worst | peak MiB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
+    missing = [row for row in rows if "missing" in row]
     for variant, runs in runs_of(rows).items():
         last = [run[-1] for run in runs]
+        shares = [row["rollout_s"] / row["seconds"] for row in last if "rollout_s" in row]
         reached = [time for run in runs if (time := seconds_to(run, task.target)) is not None]
-        middle = median_low(reached + [math.inf] * (len(runs) - len(reached)))
+        tried = len(runs) + sum(row["variant"] == variant for row in missing)
+        middle = median_low(reached + [math.inf] * (tried - len(reached)))
         time = f"not in {max(row['seconds'] for row in last):.0f}" if math.isinf(middle) else f"{middle:.0f}"
         cells = [
             variant,
-            str(len(runs)),
-            time + f" (reached in {len(reached)} of {len(runs)})" * (0 < len(reached) < len(runs)),
+            str(tried),
+            time + f" (reached in {len(reached)} of {tried})" * (0 < len(reached) < tried),
+            f"{median_low(row['step'] for row in last)}",
             f"{median_low(of_step * row['step'] / row['seconds'] for row in last):.2f}",
+            f"{median_low(shares):.0%}" if shares else "",
             f"{median_low(row['accuracy'] for row in last):.3f}, {min(row['accuracy'] for row in last):.3f}",
             f"{max(row['peak_mib'] for row in last)}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    missing = [row for row in rows if "missing" in row]
     lines += ["", *(f"{row['variant']}, seed {row['seed']}: {row['missing']}" for row in missing)] if missing else []
     return "\n".join(lines)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the accuracy over the seconds of training: median and range over seeds, the peak memory in the legend."""
-    figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
+    figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
     task = TASKS[rows[0]["task"]]
     for variant, runs in runs_of(rows).items():
         times = np.linspace(0, min(run[-1]["seconds"] for run in runs), 200)
@@ -216,7 +231,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axis.fill_between(times, np.min(curves, axis=0), np.max(curves, axis=0), alpha=0.2, color=line.get_color())
     axis.axhline(task.target, color="gray", linestyle=":", label=f"target {task.target:g}")
     axis.set(xlabel="seconds of training steps", ylabel="greedy accuracy, held-out", title=task.title)
-    axis.legend()
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     figure.savefig(path, dpi=100)
     plt.close(figure)
 

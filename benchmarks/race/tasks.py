@@ -128,7 +128,7 @@ def overlong(*args: Any, **columns: Any) -> list[float]:
 
 
 def gym_sums(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return problems of reasoning-gym's chain_sum with two digits, and the first 100 held-out ones."""
+    """Return problems of reasoning-gym's chain_sum with two numbers below 10, and the first 100 held-out ones."""
     given = {"task": "reasoning_gym", "reasoning_gym_tasks": SUMS, "system_prompt": "Answer in <answer></answer>."}
     config = GRPOConfig(**given, seed=seed)
     task = reasoning_gym.build(config, SimpleNamespace(chat_template=True))

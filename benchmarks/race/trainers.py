@@ -1,11 +1,12 @@
 """The trainers of the race, each in a process of its own (benchmarks/contestants.py).
 
-An entry has two calls: the variant's name trains one step, and "save" writes the weights to a file, for the measurement
-of the accuracy. All trainers start from the same model and draw in fp32. A process imports only its own trainer,
-because the peak memory includes packages.
+An entry has two calls: the variant's name trains one step and returns the seconds of its rollout; "save" writes the
+weights to a file, for the measurement of the accuracy. All trainers start from the same model and draw in fp32. A
+process imports only its own trainer, and fastgrpo's tasks and rewards, because the peak memory includes packages.
 """
 
 import json
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -86,16 +87,30 @@ def entry(variant: str, task: str, path: str, folder: str, seed: int) -> Entry:
     rows = race.rows(seed)[0]
     if variant == "fastgrpo":
         trainer = our_trainer(race, path, rows, max_steps=race.steps, updates_per_rollout=race.updates, **how)
-        step = trainer.step
+
+        def step() -> dict[str, float]:
+            return {"rollout_s": trainer.step()["time/rollout"]}
     else:
         from benchmarks import stepwise
 
         settings = trl_settings(variant, race, race.updates) | how | {"max_steps": race.steps * race.updates}
         update, trainer = stepwise.trl_trainer(path, race.rewards, rows, adapt=adapt(variant), **settings)
 
-        def step() -> None:
+        generate, spent = trainer._generate_single_turn, []
+
+        def timed(*given: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            drawn = generate(*given, **named)
+            spent.append(time.perf_counter() - start)
+            return drawn
+
+        def step() -> dict[str, float]:
+            spent.clear()
             for _ in range(race.updates):
                 update()
+            return {"rollout_s": sum(spent)}
+
+        trainer._generate_single_turn = timed
 
     return Entry({variant: step, "save": partial(save_weights, trainer.model, f"{folder}/{WEIGHTS}")})
 

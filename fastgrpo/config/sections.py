@@ -29,7 +29,6 @@ from fastgrpo.kernels.objectives import LOSS_TYPES
 
 # The largest magnitude of a reward or weight: fp64 then holds the squares of weighted rewards.
 LARGEST_REWARD = 3.4e38
-REWARD_ERRORS = ("raise", "skip")
 POOL_WORKERS = 8  # maximum default number of reward workers
 PRM_AGGREGATIONS = ("min", "mean", "last", "product")
 HUB_DATA = {"gsm8k": "openai/gsm8k"}  # task -> its data set on the hub if dataset_name is None

@@ -13,32 +13,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+import fastgrpo.config.sections as sections
 from fastgrpo.config.fields import Count, Positive, Temperature, settings_class
-from fastgrpo.config.sections import (
-    AdvantageConfig,
-    CompletionConfig,
-    DatasetConfig,
-    EngineConfig,
-    EvaluationConfig,
-    LoadingConfig,
-    ModelConfig,
-    ObjectiveConfig,
-    OptimizerConfig,
-    OrderConfig,
-    OutputConfig,
-    ParallelConfig,
-    PromptConfig,
-    ReferenceConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-    SamplesConfig,
-    TestSplitConfig,
-    TokenFilterConfig,
-    ToolsConfig,
-    TrainSplitConfig,
-    UpdatesConfig,
-)
 from fastgrpo.config.trl import THEIRS, translated
 from fastgrpo.config.validation import validate
 from fastgrpo.loss.objective import Objective
@@ -94,26 +70,26 @@ class TrainingConfig(Settings):
 
 @settings_class
 class GRPOConfig(
-    OutputConfig,
-    RunConfig,
-    SamplesConfig,
-    ParallelConfig,
-    EvaluationConfig,
-    OptimizerConfig,
-    UpdatesConfig,
-    ReferenceConfig,
-    ObjectiveConfig,
-    AdvantageConfig,
-    RewardConfig,
-    EngineConfig,
-    TokenFilterConfig,
-    RolloutConfig,
-    CompletionConfig,
-    ToolsConfig,
-    OrderConfig,
-    PromptConfig,
-    LoadingConfig,
-    ModelConfig,
+    sections.OutputConfig,
+    sections.RunConfig,
+    sections.SamplesConfig,
+    sections.ParallelConfig,
+    sections.EvaluationConfig,
+    sections.OptimizerConfig,
+    sections.UpdatesConfig,
+    sections.ReferenceConfig,
+    sections.ObjectiveConfig,
+    sections.AdvantageConfig,
+    sections.RewardConfig,
+    sections.EngineConfig,
+    sections.TokenFilterConfig,
+    sections.RolloutConfig,
+    sections.CompletionConfig,
+    sections.ToolsConfig,
+    sections.OrderConfig,
+    sections.PromptConfig,
+    sections.LoadingConfig,
+    sections.ModelConfig,
     TrainingConfig,
 ):  # the fields come in the reverse of this order: the model first
     """All settings of a GRPO run. Also takes the arguments of `trl.GRPOConfig`, see docs/from-trl.md.
@@ -174,27 +150,27 @@ class GRPOConfig(
 
 
 @settings_class
-class TrainConfig(GRPOConfig, TestSplitConfig, TrainSplitConfig, DatasetConfig):
+class TrainConfig(GRPOConfig, sections.TestSplitConfig, sections.TrainSplitConfig, sections.DatasetConfig):
     """The settings of python -m fastgrpo.train: `GRPOConfig` and the data set."""
 
 
 @settings_class
 class SFTConfig(
-    OutputConfig,
-    RunConfig,
-    ParallelConfig,
-    EvaluationConfig,
-    OptimizerConfig,
-    RewardConfig,
-    EngineConfig,
-    CompletionConfig,
-    OrderConfig,
-    TestSplitConfig,
-    TrainSplitConfig,
-    DatasetConfig,
-    PromptConfig,
-    LoadingConfig,
-    ModelConfig,
+    sections.OutputConfig,
+    sections.RunConfig,
+    sections.ParallelConfig,
+    sections.EvaluationConfig,
+    sections.OptimizerConfig,
+    sections.RewardConfig,
+    sections.EngineConfig,
+    sections.CompletionConfig,
+    sections.OrderConfig,
+    sections.TestSplitConfig,
+    sections.TrainSplitConfig,
+    sections.DatasetConfig,
+    sections.PromptConfig,
+    sections.LoadingConfig,
+    sections.ModelConfig,
     TrainingConfig,
 ):  # the fields come in the reverse of this order
     """All settings of a supervised run.
@@ -254,16 +230,16 @@ class SelectionConfig:
 
 @settings_class
 class DistillConfig(
-    OutputConfig,
+    sections.OutputConfig,
     SelectionConfig,
-    RewardConfig,
-    EngineConfig,
-    TokenFilterConfig,
-    CompletionConfig,
-    TrainSplitConfig,
-    DatasetConfig,
-    PromptConfig,
-    LoadingConfig,
+    sections.RewardConfig,
+    sections.EngineConfig,
+    sections.TokenFilterConfig,
+    sections.CompletionConfig,
+    sections.TrainSplitConfig,
+    sections.DatasetConfig,
+    sections.PromptConfig,
+    sections.LoadingConfig,
     Settings,
 ):  # the fields come in the reverse of this order
     """The settings of the command. Settings of training have the same meaning."""

@@ -120,11 +120,6 @@ def _evaluation_groups_fit(max_num_seqs, eval_num_generations):
         )
 
 
-def _refills_are_allowed(dynamic_sampling):
-    if dynamic_sampling == 1:
-        raise ValueError("dynamic_sampling=1 samples no second batch of prompts; use at least 2, or 0 to turn it off")
-
-
 def _the_backend_can_abort(oversampling_factor, rollout_backend):
     if oversampling_factor > 1 and rollout_backend == "hf":
         raise ValueError(
@@ -272,22 +267,9 @@ def _the_best_metric_is_measured(metric_for_best_model, eval_steps, logging_step
         )
 
 
-def _one_source_of_rows(train_file, dataset_train_split):
-    if train_file is not None and dataset_train_split != "train":
-        raise ValueError(
-            f"dataset_train_split={dataset_train_split} has no effect with train_file={train_file}; leave it out"
-        )
-
-
-def _none_stands_alone(report_to):
-    if "none" in report_to and len(report_to) > 1:
-        raise ValueError(f"report_to={' '.join(report_to)} combines none with a tracker; leave out one of them")
-
-
 RULES = (
     _groups_fit,
     _evaluation_groups_fit,
-    _refills_are_allowed,
     _the_backend_can_abort,
     _servers_sample_without_filters,
     _old_weights_are_corrected,
@@ -301,9 +283,7 @@ RULES = (
     _reward_models_take_these,
     _the_gradient_has_a_bound,
     _there_are_steps,
-    _none_stands_alone,
     _every_update_has_a_group,
     _resume_or_overwrite,
     _the_best_metric_is_measured,
-    _one_source_of_rows,
 )

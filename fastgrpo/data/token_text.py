@@ -23,15 +23,10 @@ class TokenText:
         self.tokenizer, self.pieces = tokenizer, {}
 
     def ends(self, ids: Sequence[int]) -> list[int]:
-        """Find the end of each token.
+        """Find the end of each token, the number of characters up to it, non-decreasing.
 
-        Args:
-            ids: [T] token ids.
-
-        Returns:
-            [T] the number of characters up to the end of each token, non-decreasing. A token without text, such as a
-            stop token or the first bytes of a character, has the end of the token before it. The last token has the
-            length of the text.
+        A token without text, such as a stop token or the first bytes of a character, has the end of the token before
+        it. The last token has the length of the text.
         """
         if not len(ids):
             return []
@@ -51,12 +46,7 @@ class TokenText:
         return [whole[start:end] for start, end in pairwise([0, *cuts, len(whole)])]
 
     def counts(self, ids: Sequence[int], ends: Sequence[int]) -> list[int]:
-        """Return the number of tokens up to the end of each part of the text.
-
-        Args:
-            ids: [T] token ids.
-            ends: Number of characters up to the end of each part, increasing.
-        """
+        """Return the number of tokens up to the end of each part of the text; `ends` counts characters, increasing."""
         of_tokens = self.ends(ids)
         length = of_tokens[-1] if of_tokens else 0
         return [len(ids) if end >= length else bisect_left(of_tokens, end) + 1 for end in ends]

@@ -5,8 +5,7 @@ What the model drew is never tokenized again. The next input of the model is
     prompt + everything so far + suffix
 
 where the suffix renders only the new messages: a short dialogue of a user, an assistant who calls the same tools, and
-the new messages, cut after the stop token of the assistant's turn. The package renderers provides the suffix of some
-models; it is used where it is installed, knows the model, and agrees with the chat template.
+the new messages, cut after the stop token of the assistant's turn.
 
 Before a run, the builder checks on a few dialogues that the suffix does not depend on the turn before it, that the
 template shows what tools answer, and that the calls which it writes can be parsed. A template that fails, or that
@@ -19,7 +18,6 @@ import json
 import logging
 import re
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +44,6 @@ class TurnBuilder:
     Attributes:
         chat_template: The bundled chat template that replaces the tokenizer's own, or None.
         template_kwargs: Arguments of `to_prompt` for the same prompts as `prompt`.
-        counts: How many suffixes were "appended" from the chat template, or "bridged" by renderers.
     """
 
     def __init__(
@@ -56,7 +53,6 @@ class TurnBuilder:
         template_kwargs: Mapping[str, Any] | None = None,
         stop_token_ids: Sequence[int] = (),
     ):
-        self.counts = Counter(appended=0, bridged=0)
         self._tokenizer, self._tools, self._lock = tokenizer, [*map(dict, tools)], threading.RLock()
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._special = re.compile(
@@ -81,7 +77,6 @@ class TurnBuilder:
                 "can, and tokenizer.response_template if it writes calls in its own format"
             )
         self._form = self._form_of(self._template)
-        self._bridge = _bridge(self._template)
         if self._tools and not self._template.shows_tools:
             logger.warning("the chat template does not show the tools to the model; describe them in the prompts")
 
@@ -108,10 +103,6 @@ class TurnBuilder:
         token, the returned tokens begin with one.
         """
         with self._lock:
-            if self._bridge and (tail := self._bridge(prompt_ids, completion_ids, messages)):
-                self.counts["bridged"] += 1
-                return tail
-            self.counts["appended"] += 1
             suffix = self._template.suffix(messages)
         return suffix[1:] if completion_ids and completion_ids[-1] in self._template.stops else suffix
 
@@ -286,31 +277,3 @@ def _own_template(tokenizer, tools):
             f"{tokenizer.name_or_path or 'the tokenizer'} has no chat template, which conversations need; set "
             "tokenizer.chat_template, or use an instruct model"
         ) from None
-
-
-def _bridge(template):
-    """Return the bridge of the package renderers, if it knows the model and agrees with the chat template."""
-    try:
-        from renderers.base import MODEL_RENDERER_MAP, create_renderer
-    except ImportError:
-        return None
-    if template.tokenizer.name_or_path not in MODEL_RENDERER_MAP:
-        return None
-
-    def tail(prompt_ids, completion_ids, messages):
-        bridged = renderer.bridge_to_next_turn(prompt_ids, completion_ids, messages, tools=template.tools or None)
-        ids, before = [*getattr(bridged, "token_ids", [])], [*prompt_ids, *completion_ids]
-        return ids[len(before) :] if ids[: len(before)] == before else None
-
-    prompt, turns = template.ids([template.user]), template.calling_turns() or [template.turn()]
-    answers = [{"role": "tool", "name": template.name, "content": template.name} if template.tools else template.user]
-    expected = template.suffix(answers)[1:]
-    try:
-        renderer = create_renderer(template.tokenizer)
-        fault = any(tail(prompt, template.drawn(turn), answers) != expected for turn in turns)
-    except Exception as error:  # such as a special token that the tokenizer lacks
-        fault = error
-    if fault:
-        reason = "does not agree with the chat template" if fault is True else f"fails: {fault!r}"
-        logger.info("the package renderers is not used for %s: it %s", template.tokenizer.name_or_path, reason)
-    return None if fault else tail

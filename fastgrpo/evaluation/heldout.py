@@ -157,7 +157,6 @@ def evaluate(
             parts.append(judge_together(rewards, drawn, prompts, source.tokenizer, trainer_state, ranks=ranks))
             source.finish(groups)
         result = joined(parts)
-        source.turns()  # they do not count in the next step
         _measure(result, rewards, draws, prefix, means)
         return result.completions
 

@@ -329,17 +329,8 @@ def translate(
     """Translate a batch of Liger.
 
     The importance weight I of a token is at least 0, and every surrogate but vespo's is linear in the advantage on each
-    side of 0, so I s(A) = s(I A).
-
-    Args:
-        objective: The result of `objective_of`.
-        advantages: [B] or [B, T].
-        mask: [B, T] bool.
-        old_logps: [B, T], or None.
-        ratio: I: [B, T], or [B, 1] or [B] for one weight per sequence, or None.
-
-    Raises:
-        ValueError: The ratio has another shape.
+    side of 0, so I s(A) = s(I A). `ratio` is I: [B, T], [B, 1], [B] or None.
+    Another shape raises ValueError. `advantages` are [B] or [B, T].
     """
     advantages = advantages.detach().to(compute_dtype(advantages))
     old_logps = None if old_logps is None else old_logps.detach().to(compute_dtype(old_logps))
@@ -373,11 +364,8 @@ def _vespo(objective, advantages, mask, old_logps, ratio):
 def step_tokens(objective: Objective, mask: Tensor, num_items_in_batch: float | Tensor | None) -> float | Tensor | None:
     """Count the tokens of the step as in Liger, divided by the number of processes.
 
-    Args:
-        objective: The objective. If its weights do not use this count, no process communicates.
-        mask: [B, T] bool.
-        num_items_in_batch: The tokens of all processes and micro-batches, or None for those of this call on all
-            processes.
+    `num_items_in_batch` counts all processes and micro-batches; None counts this call on all processes. If the weights
+    do not use this count, no process communicates.
     """
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     processes = torch.distributed.get_world_size() if ranks else 1

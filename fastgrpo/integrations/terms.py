@@ -33,14 +33,8 @@ def vespo_knobs(settings: Mapping[str, float]) -> dict[str, Any]:
 def shared_log_weights(ratio: Tensor, mask: Tensor) -> Tensor:
     """Distribute the log importance weight of each sequence equally over its tokens.
 
-    VESPO uses only the product of the weights over the sequence, which does not change.
-
-    Args:
-        ratio: [B, T] weights per token, or [B, 1] weights per sequence; at least 0.
-        mask: [B, T], 0 for masked tokens.
-
-    Returns:
-        [B, 1], the log weight of each unmasked token.
+    VESPO uses only the product of the weights over the sequence, which does not change. `ratio` is [B, T], or [B, 1]
+    for one weight per sequence, at least 0. Returns [B, 1], the log weight of each unmasked token.
     """
     total = ratio.log().clamp(LOG_WEIGHT_MIN, LOG_RATIO_MAX).sum(-1, keepdim=True)
     return total / mask.sum(-1, keepdim=True).clamp(min=1)

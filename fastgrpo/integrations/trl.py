@@ -211,12 +211,7 @@ class HeadInputs:
     softcap: float | None
 
     def score(self, chosen: torch.Tensor, with_entropy: bool) -> Scores:
-        """Compute log-probs of the chosen tokens, and their entropies.
-
-        Args:
-            chosen: [B, L] bool.
-            with_entropy: Whether to compute entropies.
-        """
+        """Compute log-probs of the chosen tokens [B, L], and their entropies."""
         found = linear_logprob(
             self.hidden[chosen], self.weight, self.labels[chosen], bias=self.bias, logit_softcap=self.softcap,
             temperature=self.temperature, return_entropy=with_entropy,
@@ -229,10 +224,8 @@ class HeadInputs:
 def attach(model: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: bool) -> None:
     """Replace TRL's forward of a model for calls with `fused_lm_head=True`.
 
-    Args:
-        model: A causal language model after `add_fused_lm_head` of TRL.
-        temperature: Temperature of the logits.
-        cast_lm_head_to_fp32: Compute the head in fp32, also under autocast.
+    TRL's `add_fused_lm_head` must have prepared the model. With `cast_lm_head_to_fp32`, the head is computed in fp32,
+    also under autocast.
     """
     theirs, config = model.forward, model.config.get_text_config()
     scale, softcap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
@@ -294,8 +287,7 @@ def objective_of(trainer: GRPOTrainer) -> Objective:
 def score(trainer: GRPOTrainer, inputs: dict[str, torch.Tensor], head: HeadInputs) -> tuple[torch.Tensor, Scores]:
     """Compute TRL's loss of a micro-batch, and the scores of all completions for TRL's metrics.
 
-    Returns:
-        The loss, without the loss of mixtures of experts, and the scores [B, T], without a gradient.
+    The loss excludes the loss of mixtures of experts. The scores are [B, T], without a gradient.
     """
     inputs = send_to_device(inputs, head.weight.device)
     mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)

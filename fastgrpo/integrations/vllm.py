@@ -14,5 +14,5 @@ class LoadPolicy:
         os.listdir(path)  # raises before the old weights are freed
         self.model_runner.reload_weights(weights_path=path)
         head = getattr(self.model_runner.get_model(), "lm_head", None)
-        if head is not None:
+        if hasattr(head, "quant_method"):  # only the last stage of a pipeline has the head
             head.quant_method.process_weights_after_loading(head)

@@ -234,9 +234,7 @@ def sample_of(states: torch.Tensor, kept: PolicyRows) -> tuple[torch.Tensor, Pol
 
     Every row gets weight 1 and advantage 1 or -1, so that it has a gradient to compare.
 
-    Args:
-        states: [N, D] hidden states, [N, V] logits or [N] log-probs.
-        kept: The M kept rows, at least one.
+    `states` are [N, D] hidden states, [N, V] logits or [N] log-probs. At least one row is kept.
     """
     count, sequences = min(ROWS, len(kept.targets)), slice(None)
     if kept.lengths is not None:

@@ -71,12 +71,8 @@ def check_values(
 ) -> None:  # fmt: skip
     """Check the values of a tensor, unless this would sync with a GPU.
 
-    Args:
-        values: [...] numbers.
-        name: Their name in errors.
-        rule: The rule in words, to follow "must".
-        legal: Maps the numbers to [...] bool, True where the rule holds.
-        index: [...] positions of the numbers in the caller's tensor, or None if `values` is the whole tensor.
+    `rule` follows "must" in errors, and `legal` maps the numbers to bool, True where the rule holds. `index` holds the
+    positions of the numbers in the caller's tensor, or None if `values` is the whole tensor.
     """
     if not values.numel() or torch.compiler.is_compiling():
         return
@@ -328,14 +324,9 @@ def keep_rows(
 ) -> PolicyRows:  # fmt: skip
     """Validate the inputs, compute the weights over all tokens, and drop the rows that carry no gradient.
 
-    Args:
-        inputs: The per-token inputs of the loss.
-        objective: The objective of the loss.
-        compact: Whether a sync is allowed, to find the rows that carry gradient, if `inputs.rows` is None. If not,
-            these rows come first, and finite dummies follow.
-        dtype: dtype in which the log-probs are computed, fp32 or fp64. Weights and advantages get it too, or fp64 for
-            fp64 advantages.
-        vocab_size: V, to check the targets, or None.
+    `compact` allows a sync, to find the rows that carry gradient, if `inputs.rows` is None. If not, these rows come
+    first, and finite dummies follow. Weights and advantages get `dtype`, that of the log-probs (fp32 or fp64), or fp64
+    for fp64 advantages. `vocab_size` checks the targets.
     """
     if objective.beta == 0:
         inputs = inputs._replace(ref_logps=None)
@@ -387,7 +378,7 @@ def keep_rows(
 
     kept = PolicyRows(
         index=index,
-        targets=keep(targets.reshape(-1)),
+        targets=keep(targets.reshape(-1)).contiguous(),
         temperature=keep(check_temperature(inputs.temperature, targets), dummy=1),
         advantages=keep(advantages),
         weights=keep(weights.to(dtype)),

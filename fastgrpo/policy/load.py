@@ -5,6 +5,7 @@ therefore clears all choices of implementations, so that transformers uses its d
 (`auto_map`) needs trust_remote_code.
 """
 
+import gc
 import json
 import logging
 import os
@@ -215,6 +216,8 @@ def load_model(
 
 
 def _placed(model, device, load_in_4bit):
+    if device.type == "cuda":
+        gc.collect()  # frees an earlier model with layers of Liger, which are in reference cycles
     return quantize(model, "nf4", device) if load_in_4bit else model.to(device)
 
 

@@ -10,14 +10,11 @@ import copy
 import dataclasses
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from packaging.version import Version
 from transformers import PreTrainedModel
-from transformers.integrations import peft as transformers_peft
 from transformers.pytorch_utils import Conv1D
 
 if TYPE_CHECKING:  # an extra
@@ -80,19 +77,8 @@ def _is_linear(module):
     return type(module) in (torch.nn.Linear, Conv1D) or is_quantized(module)
 
 
-def _check_peft() -> None:
-    """Raise if peft is too old for the installed transformers: saving would fail in the middle of a run."""
-    has, needs = version("peft"), transformers_peft.MIN_PEFT_VERSION
-    if Version(has) < Version(needs):
-        raise ValueError(
-            f"transformers {version('transformers')} needs peft {needs} or newer, but peft {has} is installed; upgrade "
-            "peft, or install another transformers (5.24.0 needs a peft that does not exist)"
-        )
-
-
 def taken_over(wrapper: "PeftModel") -> "PeftModel":
     """Register the adapters of a `PeftModel` with its model, as `add_adapter` of transformers does."""
-    _check_peft()
     model = wrapper.get_base_model()
     model._hf_peft_config_loaded = True
     model.disable_input_require_grads()  # peft adds its own hook on the embedding

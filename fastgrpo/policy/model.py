@@ -259,11 +259,7 @@ class Policy:
     def check_prompt(self, ids: list[int], max_tokens: int, name: str, limit: str = "max_tokens") -> None:
         """Raise ValueError for a prompt that is empty, does not fit with its completion, or has unknown tokens.
 
-        Args:
-            ids: The prompt's token ids.
-            max_tokens: Maximum number of tokens of its completion.
-            name: Name of the prompt in errors.
-            limit: Name of the setting for `max_tokens` in errors.
+        Errors use `name` for the prompt, and `limit` for the setting of `max_tokens`.
         """
         self.check_ids(ids, name)
         what = f"{name} has {len(ids)} tokens; with {limit}={max_tokens} it"

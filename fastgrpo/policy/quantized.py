@@ -67,10 +67,8 @@ class _Product(torch.autograd.Function):
 def quantize(model: PreTrainedModel, name: str, device: torch.device | str) -> PreTrainedModel:
     """Quantize all linear layers of a model except the head and adapters, and move the model to a device.
 
-    Args:
-        model: The model, whose linear layers are or will be frozen.
-        name: int8 or nf4.
-        device: Where the model computes, and where nf4 is quantized, one weight at a time.
+    The linear layers are or will be frozen. `name` is int8 or nf4. On `device` the model computes, and nf4 is quantized
+    there, one weight at a time.
     """
     device, lm_head = torch.device(device), model.get_output_embeddings()
     if name == "int8":

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastgrpo.config.sections import POOL_WORKERS, REWARD_ERRORS
+from fastgrpo.config.sections import POOL_WORKERS
 from fastgrpo.data.prompts import copied, shortened
 from fastgrpo.data.records import Prompt, Sample, TrainerState, with_text
 from fastgrpo.policy.device import choose_device
@@ -82,8 +82,6 @@ class Rewards:
             raise ValueError("at least one reward function is needed")
         for function in functions:
             check_function(function)
-        if on_error not in REWARD_ERRORS:
-            raise ValueError(f"reward_errors must be one of {', '.join(REWARD_ERRORS)}, got {on_error!r}")
         if weights and len(weights) != len(functions):
             raise ValueError(f"reward_weights has {len(weights)} entries for {len(functions)} reward functions")
         self.judges = len(functions)

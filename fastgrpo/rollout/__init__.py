@@ -29,9 +29,6 @@ def make_backend(
         config: Settings with the fields of the engine's section.
         reserved: As for `RolloutEngine`.
         enable_sleep_mode: As for `RolloutEngine`.
-
-    Returns:
-        The backend.
     """
     name = config.rollout_backend
     if name == "auto":

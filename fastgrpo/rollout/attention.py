@@ -76,14 +76,8 @@ class PrefillAttention(PackedAttention):
 class AppendAttention:
     """Attention of several new tokens of some lanes to their prompts, earlier tokens, and themselves, causally.
 
-    It merges the softmax over the new tokens with the softmax over the past ones, as `PackedAttention` does.
-
-    Args:
-        slots: The slots.
-        lanes: The lanes that get tokens.
-        prompts: The prompt slot of each lane.
-        past: For each lane, the number of prompt tokens and of completion tokens before the new ones.
-        counts: The number of new tokens of each lane; they add up to N.
+    It merges the softmax over the new tokens with the softmax over the past ones, as `PackedAttention` does. `past` has
+    the number of prompt tokens and of completion tokens before the new ones, for each lane. `counts` add up to N.
     """
 
     longest = 0  # `PrefillAttention` has already rejected sequences that exceed a sliding window
@@ -124,10 +118,7 @@ class AppendAttention:
 class DecodeAttention:
     """Attention of the new token of each of the first n lanes to its prompt, earlier tokens, and itself.
 
-    Args:
-        slots: The slots.
-        provider: The provider that computes the attention.
-        token_index: [n] int64 index of the new token in the slot of each lane.
+    `token_index` [n] is the index of the new token in the slot of each lane.
     """
 
     longest = 0  # `PrefillAttention` has already rejected sequences that exceed a sliding window
@@ -171,23 +162,15 @@ class Provider(ABC):
     def begin(self, slots: Slots, token_index: torch.Tensor, bounds: tuple[int, int] | None) -> None:
         """Prepare a step: compute everything that its layers share.
 
-        Args:
-            slots: The slots.
-            token_index: [n] int64 index of the newest token in the slot of each lane.
-            bounds: The smallest and the largest of these, on the host. None on a GPU, to avoid a sync.
+        `token_index` [n] is the index of the newest token in the slot of each lane. `bounds` are the smallest and the
+        largest of these, on the host; None on a GPU, to avoid a sync.
         """
 
     @abstractmethod
     def attend(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
         """Attend in one layer: from the new token of each lane to its prompt and the lane's tokens up to itself.
 
-        Args:
-            query: [n, H, d].
-            cache: The slots of the layer.
-            scale: Factor on the scores before the softmax.
-
-        Returns:
-            [n, H, d], in the dtype of the query.
+        Query and output are [n, H, d], with the same dtype. `scale` multiplies the scores before the softmax.
         """
 
 
@@ -199,9 +182,7 @@ class SharedPrefix(Provider):
 
         o = exp(l_1 - l) o_1 + exp(l_2 - l) o_2        l = logaddexp(l_1, l_2)
 
-    Args:
-        part: Computes one part: `products`, or `flash_attn`.
-        memory_order: The part's fastest memory order of the dimensions [slot, head, token].
+    `part` is `products` or `flash_attn`, and `memory_order` is its fastest memory order of [slot, head, token].
     """
 
     flat = False
@@ -240,15 +221,8 @@ def products(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute a part of `SharedPrefix` with matrix products, on any device, without a causal mask.
 
-    Args:
-        query: [S, Q, H, d], the queries of S slots.
-        keys: [S, K, L, d].
-        values: [S, K, L, d].
-        lengths: [S] int32, the number of keys of each slot, at least 1.
-        scale: Factor on the scores before the softmax.
-
-    Returns:
-        The output [S, Q, H, d] and the log-sum-exp of the scores [S, H, Q].
+    The queries of S slots are [S, Q, H, d], and keys and values [S, K, L, d]. `lengths` [S] counts the keys of each
+    slot, at least 1. Returns the output [S, Q, H, d] and the log-sum-exp of the scores [S, H, Q].
     """
     slots, queries, heads, width = query.shape
     kv_heads, padded = keys.shape[1], True

@@ -84,9 +84,6 @@ class RolloutBackend(ABC):
             config: Settings with the fields of the engine's section.
             reserved: As for `RolloutEngine`; ignored by backends that plan no memory.
             enable_sleep_mode: As for `RolloutEngine`; ignored by backends that keep no memory.
-
-        Returns:
-            The backend.
         """
         return cls(policy, config.max_num_seqs)
 

@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 # Major compute capabilities at which torch's grouped bf16 products keep the group sizes on the device. Otherwise they
 # copy them to the host, which a graph capture does not allow.
 GROUPED_ON_DEVICE = (9, 10)
+# Each takes about 26 MiB of the driver. Requests to a server may each have a temperature, and so a graph, of their own.
+MAX_GRAPHS = 256
 
 
 def graph_obstacle(policy: Policy, capability: tuple[int, int]) -> str | None:
@@ -54,16 +56,18 @@ class Graphs:
         """Run a step, or replay the graph captured for its key.
 
         The first run of a key is eager, because it compiles kernels and allocates library workspaces. The second run
-        captures the step and replays it. Later runs replay it.
+        captures the step and replays it. Later runs replay it, until there are `MAX_GRAPHS` and all are dropped.
         """
         if not self.enabled:
             step()
         elif key in self.graphs:
             self.graphs[key].replay()
         elif key not in self.seen:
-            self.seen.add(key)
             step()
+            self.seen.add(key)
         else:
+            if len(self.graphs) == MAX_GRAPHS:
+                self.clear()
             self.graphs[key] = self._record(step)
             self.graphs[key].replay()
 

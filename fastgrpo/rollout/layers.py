@@ -81,11 +81,8 @@ def adjoin(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 class Joined:
     """The product of linear layers with the same input, with weights that their parameters share.
 
-    Adapters are added apart: one product for all A, and one launch for each B. Weights of 4 bits are not joined.
-
-    Args:
-        linears: The layers, with or without adapters.
-        weight: [F, D] that includes the adapters, instead of the parameters.
+    Adapters are added apart: one product for all A, and one launch for each B. Weights of 4 bits are not joined. If
+    given, `weight` [F, D] includes the adapters and replaces the parameters.
     """
 
     def __init__(self, linears: Linears, weight: torch.Tensor | None = None) -> None:
@@ -133,10 +130,8 @@ class Layer(NamedTuple):
 class Layers:
     """The forward pass of a policy's layers.
 
-    Args:
-        policy: A policy without an `obstacle`.
-        products: A product for each of its `groups`.
-        fused: Whether to use the Triton kernels. The context must then be a `DecodeAttention`.
+    The policy has no `obstacle`, and `products` has one for each of its `groups`. With `fused`, which uses the Triton
+    kernels, the context must be a `DecodeAttention`.
     """
 
     def __init__(self, policy: Policy, products: Sequence[Product], fused: bool) -> None:

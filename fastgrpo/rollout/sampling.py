@@ -196,6 +196,8 @@ def draws_differ(logits: torch.Tensor, uniforms: torch.Tensor, how: dict[str, fl
     from fastgrpo.loss.dispatch import Unchecked, values_differ
 
     known = logits.isfinite().all(-1).nonzero()[:CHECKED_DRAWS, 0]  # rows with NaN cannot be compared
+    if not len(known):
+        raise Unchecked("no row of logits is finite")
     logits, uniforms = logits[known], uniforms[known]
     greedy, filters = how["temperature"] == 0, {name: how[name] for name, _ in OFF}
     try:

@@ -240,16 +240,9 @@ class Cache(NamedTuple):
 class Slots:
     """The slots of all layers, and the lanes of each prompt.
 
-    With a flat geometry, the slot of a lane begins with a copy of its prompt, and there are no prompt slots.
-
-    Args:
-        geometry: The numbers and sizes of the slots.
-        device: Device of the policy.
-        memory_order: Memory order of the dimensions [slot, head, token], the fastest one for the provider. The tensors
-            are views [slot, head, token, d].
-        mapped: Allocates keys and values. None means torch.
-        growth: Allocates the keys and values of lanes that grow.
-        token_bytes: Bytes of one token, if lanes grow.
+    With a flat geometry, the slot of a lane begins with a copy of its prompt, and there are no prompt slots. Tensors
+    are views [slot, head, token, d], stored in `memory_order`. `mapped` allocates keys and values (None: torch), and
+    `growth` those of lanes that grow. One token has `token_bytes`.
     """
 
     def __init__(

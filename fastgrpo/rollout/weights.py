@@ -113,12 +113,8 @@ class HeldWeights:
     """Keeps the weights of a policy gathered while requests are in flight.
 
     All keys and values in flight must come from one version of the weights. CUDA graphs read them at fixed addresses.
-
-    Args:
-        policy: The policy.
-        graphs: The graphs that read the weights.
-        free: Returns the bytes of free memory, of which copies of weights may take a share.
-        mapped: Allocates copies of weights. None means torch.
+    `free` returns the bytes of free memory, of which copies of weights may take a share. `mapped` allocates the copies;
+    None means torch.
     """
 
     def __init__(self, policy: Policy, graphs: Graphs, free: Callable[[], float], mapped: Mapped | None = None) -> None:

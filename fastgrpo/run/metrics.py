@@ -65,8 +65,6 @@ METRICS = {
     "tools/{name}/calls": "number of calls of one tool, summed over the logged steps; unknown: of names without a tool",
     "tools/{name}/failures": "number of these calls that failed, summed over the logged steps",
     "tools/{name}/latency_s": "mean seconds of a call of one tool",
-    "turns/appended": "number of answered turns, summed over the logged steps, tokenized with the chat template",
-    "turns/bridged": "number of answered turns, summed over the logged steps, tokenized with the package renderers",
     "rollout/tokens/s": "completion tokens per second of generation",
     "rollout/share": "share of the step's time that generation took",
     "rollout/live_mean": "mean number of lanes (completions in flight) over the decoding steps of a rollout",
@@ -174,7 +172,7 @@ def _last(values):
     return values[-1]
 
 
-_COUNTS = re.compile("rewards/.+/(errors|timeouts)|tools/.+/(calls|failures)|turns/.+")
+_COUNTS = re.compile("rewards/.+/(errors|timeouts)|tools/.+/(calls|failures)")
 
 # Reductions over logging_steps steps other than the mean. `reduced` sums counts.
 _REDUCED = {

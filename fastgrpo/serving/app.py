@@ -123,14 +123,9 @@ def as_api_error(error: Exception) -> APIError:
 class Server:
     """The routes, for one model.
 
-    Args:
-        scheduler: Runs the engine.
-        tokenizer: The tokenizer of the model.
-        names: Names of the model in requests; replies have the first one.
-        api_key: Requests must send it as `Authorization: Bearer KEY`. None takes any request.
-        max_model_len: Maximum number of tokens of a prompt with its completion. None means the model's limit.
-        max_body_bytes: Maximum size of the body of a request.
-        request_timeout: Maximum duration of a request in seconds.
+    Replies have the first of `names`. Requests must send `api_key` as `Authorization: Bearer KEY`; None takes any
+    request. `max_model_len` limits the tokens of a prompt with its completion; None means the model's limit.
+    `max_body_bytes` limits the body of a request, and `request_timeout` its duration in seconds.
     """
 
     def __init__(
@@ -568,8 +563,7 @@ class Connection(H11Protocol):
 def listen(server: Server, host: str, port: int, flag: str = "--port") -> tuple[uvicorn.Server, socket.socket]:
     """Open a port; 0 takes a free one. `run(sockets=[...])` of the first result then serves it.
 
-    Raises:
-        ValueError: The port cannot be opened; the message names the flag that sets it.
+    If the port cannot be opened, it raises ValueError, whose message names `flag`.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

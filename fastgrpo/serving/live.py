@@ -21,17 +21,9 @@ MEMORY = 0.1  # maximum share of the free memory for keys and values
 class LiveServer:
     """A server whose requests advance only when the trainer calls `turn`, so that only one of them uses the policy.
 
-    No failure of the server reaches the trainer. Between requests the server keeps no memory.
-
-    Args:
-        policy: The policy, whole in this process.
-        tokenizer: Its tokenizer, which is copied, since threads of the server use it.
-        port: Port of 127.0.0.1; 0 takes a free one.
-        max_model_len: Maximum number of tokens of a prompt with its completion.
-        reserved: As for `RolloutEngine`.
-
-    Raises:
-        ValueError: The port cannot be opened.
+    No failure of the server reaches the trainer. Between requests the server keeps no memory. The policy is whole in
+    this process, and the tokenizer is copied, since threads of the server use it. Port 0 takes a free one; a port that
+    cannot be opened raises ValueError. `reserved` is as for `RolloutEngine`.
     """
 
     def __init__(

@@ -156,13 +156,9 @@ def error_text(problem: BaseException | str) -> str:
 class ToolBox:
     """The tools of a completion, by name.
 
-    Args:
-        tools: Functions with type annotations and Google docstrings, from which transformers makes their schemas.
-        timeout: Time limit of a call in seconds, or None.
-        environment: An environment, whose public methods but `reset` and `get_reward` are tools, too.
-
-    Raises:
-        ValueError: A tool has no schema, or two have the same name.
+    transformers makes the schemas of `tools` from their type annotations and Google docstrings. ValueError is raised
+    if a tool has no schema, or two have the same name. The public methods of `environment` but `reset` and `get_reward`
+    are tools, too. `timeout` limits a call, in seconds.
     """
 
     def __init__(self, tools: Sequence[Callable], timeout: float | None = None, environment: Any = None):

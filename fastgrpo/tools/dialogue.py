@@ -30,13 +30,8 @@ if TYPE_CHECKING:
 class Dialogue:
     """A completion with tools, as `fastgrpo.data.records.Dialogue`.
 
-    Pickling keeps only the messages, calls and reason.
-
-    Args:
-        episode: The prompt, the tools, and the environment.
-        builder: Parses turns and builds the tokens of answers.
-        prompt_ids: Tokens of the prompt: `builder.prompt(episode.messages)`.
-        max_turns: Maximum number of drawn turns, or None. It is one more than TRL's max_tool_calling_iterations.
+    Pickling keeps only the messages, calls and reason. `prompt_ids` are `builder.prompt(episode.messages)`. The maximum
+    number of drawn turns is `max_turns`, one more than TRL's max_tool_calling_iterations; None is no maximum.
 
     Attributes:
         messages: Messages of the completion, as reward functions get them.
@@ -158,15 +153,7 @@ class Dialogue:
 
 
 def dialogue_metrics(samples: Sequence[Sample], names: Iterable[str]) -> dict[str, float]:
-    """Measure the dialogues of a step.
-
-    Args:
-        samples: Its completions.
-        names: The names of the tools; calls of other names are counted as "unknown".
-
-    Returns:
-        The metrics by name.
-    """
+    """Measure the dialogues of a step by metric name; calls of tools not in `names` are counted as "unknown"."""
     calls = [call for sample in samples for call in sample.dialogue.calls]
     by_name = defaultdict(list, {name: [] for name in names})
     known = set(by_name)

@@ -20,16 +20,8 @@ NO_PROMPT = {"prompt": [{"role": "user", "content": ""}]}
 class Prompts:
     """The way from rows to the prompts of completions.
 
-    Args:
-        tokenizer: The policy's tokenizer.
-        template_kwargs: Keyword arguments of the chat template.
-        environments: The tools and environments, or None.
-        stop_token_ids: Tokens that end a turn.
-        max_turns: Maximum number of drawn turns of a completion, or None.
-        seed: Seed of the environments.
-
-    Raises:
-        ValueError: The chat template cannot be used with tools.
+    It raises ValueError if the chat template cannot be used with tools. `stop_token_ids` end a turn, and `max_turns`
+    limits the drawn turns of a completion (None does not). The environments are seeded by `seed`.
     """
 
     def __init__(
@@ -46,7 +38,6 @@ class Prompts:
         self.max_turns, self.seed, self.builders = max_turns, seed, {}
         for name, box in environments.boxes.items() if environments else ():
             self.builders[name] = TurnBuilder(tokenizer, box.schemas, template_kwargs or {}, stop_token_ids)
-        self.counted = self._count()
 
     @classmethod
     def of(
@@ -101,15 +92,3 @@ class Prompts:
             return {}
         names = dict.fromkeys(name for box in self.environments.boxes.values() for name in box.tools)
         return dialogue_metrics(samples, names)
-
-    def turns(self) -> dict[str, int]:
-        """Count how the answers since the last call were tokenized in this process, as metrics."""
-        if self.environments is None:
-            return {}
-        before, self.counted = self.counted, self._count()
-        return {f"turns/{name}": count - before[name] for name, count in self.counted.items()}
-
-    def _count(self):
-        return {
-            name: sum(builder.counts[name] for builder in self.builders.values()) for name in ("appended", "bridged")
-        }

@@ -84,15 +84,13 @@ class Collector:
             taken += args.oversampled(wanted)
             with self.timer.stage("rollout"), self.engine.policy.gather():  # once for all that is begun and finished
                 drawn = self._begin(state, state.global_step, batch, wanted) if batch else self._of_step(state)
-                measured, lost_now, turns = self._finish(drawn)
+                measured, lost_now = self._finish(drawn)
             with self.timer.stage("reward"):
                 judged = drawn.judging.result()
                 self.prompts.finish(drawn.groups)
             self._need_steps(judged)
             live.append(measured)
             lost += lost_now
-            for of_rank in turns:
-                counts.update(of_rank)
             for what, of_functions in (("errors", judged.errors), ("timeouts", judged.timeouts)):
                 counts.update({f"rewards/{name}/{what}": count for name, count in of_functions.items()})
             for name, values in judged.logged.items():
@@ -183,7 +181,7 @@ class Collector:
         return drawn
 
     def _finish(self, drawn):
-        """Wait for a batch. Return what was measured, the tokens aborted, and turns by rank."""
+        """Wait for a batch. Return what was measured, and the tokens aborted."""
         lost = 0
         if drawn.drawing is None:
             stop_ids = self.sampling.stop_token_ids
@@ -195,14 +193,14 @@ class Collector:
             lost = drawn.drawing.lost
         # All ranks wait for the slowest here, so that the time of the stage is that of the whole rollout.
         measured = self.engine.metrics() if drawn.groups else {}
-        told = measured, lost, digest_of_rows(drawn.rows), self.prompts.turns()
-        live, lost, digests, turns = zip(*self.ranks.gather(told, "what the rollouts measured"), strict=True)
+        told = measured, lost, digest_of_rows(drawn.rows)
+        live, lost, digests = zip(*self.ranks.gather(told, "what the rollouts measured"), strict=True)
         if len({*digests}) > 1:
             raise ValueError(
                 f"the source of training rows ({type(self.source).__name__}) gave other rows on other ranks; its rows "
                 "must depend only on its state and the settings"
             )
-        return _means(list(filter(None, live))), sum(lost), turns
+        return _means(list(filter(None, live))), sum(lost)
 
     def _need_steps(self, judged):
         """Refuse a run that is to learn from step rewards, whose first batch has none."""

@@ -10,6 +10,7 @@ Shapes: h hidden size, H query heads, K key heads, d head width, f width of the 
 import copy
 import dataclasses
 import functools
+import gc
 import json
 import math
 import shlex
@@ -672,6 +673,7 @@ def plan_run(
     elif room is None:
         parameters = model.parameters() if isinstance(model, PreTrainedModel) else ()
         here = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        gc.collect()  # an earlier model with layers of Liger is in reference cycles
         room = memory_left(here) + sum(p.nbytes for p in parameters if p.device == here)
     if rewards is not None and same_device(rewards.device(device, config.reward_device), device):
         judges = sum(model.bytes_to_come(device) for model in rewards.models)

@@ -117,7 +117,9 @@ class MasterAdamW:
         """
         norm = self._clip(max_grad_norm if max_grad_norm > 0 else torch.inf)
         norm = norm.to(self.masters[0].device)  # without any gradient, torch returns the norm on the CPU
-        finite = norm.isfinite() if loss is None else norm.isfinite() & loss.isfinite()
+        finite = norm.isfinite()
+        if loss is not None:
+            finite &= loss.to(norm.device).isfinite()  # masters in host memory: the loss of one GPU is on the GPU
         self.adamw.found_inf = (~finite).float()  # if this is 1, fused AdamW changes nothing
         if self.fused or finite:
             self.adamw.step()

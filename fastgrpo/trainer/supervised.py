@@ -149,11 +149,9 @@ MAX_TOKENS = 16384  # maximum tokens of a micro-batch in a warm start
 
 
 def learn(policy: Policy, learner: Learner, samples: Sequence[Sample]) -> tuple[float, torch.Tensor]:
-    """Run one update.
+    """Run one update, and return the mean negative log-likelihood before it and the gradient norm before clipping.
 
-    Returns:
-        The mean negative log-likelihood of the completion tokens before the update, in nats; and the gradient norm
-        before clipping, NaN if the update was skipped.
+    The first is in nats per completion token. The norm is NaN if the update was skipped.
     """
     tokens = sum(len(sample.ids) for sample in samples)
 
@@ -187,7 +185,6 @@ def sft(
     batch_size: int,
     learning_rate: float,
     seed: int = 0,
-    max_grad_norm: float = 1.0,
     on_step: Callable[[int, float], bool | None] | None = None,
 ) -> None:
     """Warm-start a policy on examples, with a linear decay of the learning rate to zero."""
@@ -195,7 +192,7 @@ def sft(
         raise ValueError("sft needs at least one example")
     optimizer = MasterAdamW(policy.module, learning_rate=learning_rate)
     schedule = make_schedule(optimizer, "linear", warmup_steps=0.05, total_steps=steps)
-    learner = Learner(policy, optimizer, schedule, max_grad_norm=max_grad_norm, max_tokens=MAX_TOKENS)
+    learner = Learner(policy, optimizer, schedule, max_grad_norm=1.0, max_tokens=MAX_TOKENS)
     rng, queue, norms = random.Random(seed), [], []
     for step in range(1, steps + 1):
         while len(queue) < batch_size:

@@ -73,14 +73,11 @@ class Learner:
         idle_fn: Callable[[], torch.Tensor] | None = None,
         veto: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Update once.
+        """Update once, and return the gradient norm before clipping and the loss, scalar tensors equal on all ranks.
 
-        If `veto` returns NaN for the loss of this rank, the weights do not change.
-
-        Returns:
-            The gradient norm before clipping and the loss, scalar tensors, equal on all ranks. Without samples, the
-            norm is 0 and the loss None. If loss or gradient are not finite, the norm is NaN. In both cases the weights
-            do not change, and only the schedule advances.
+        Without samples, the norm is 0 and the loss None. If loss or gradient are not finite, the norm is NaN; a `veto`
+        that returns NaN for the loss of this rank has the same effect. In both cases the weights do not change, and
+        only the schedule advances.
         """
         total = None
         with self.ranks.waiting("an update"):
@@ -245,9 +242,8 @@ class Selection:
     ) -> tuple[dict[int, Sample], float | None]:
         """Select the tokens of one update.
 
-        Returns:
-            The samples of this rank with their selection, by index; and the mean entropy in nats of the tokens selected
-            by entropy, over all ranks, or None.
+        Returns the samples of this rank with their selection, by index; and the mean entropy in nats of the tokens
+        selected by entropy, over all ranks, or None.
         """
         off_policy = self.threshold is not None and (not first or any(s.sampler_logps is not None for s in samples))
         if not (self.by_entropy or off_policy):
@@ -363,14 +359,11 @@ class GRPOUpdate:
     def __call__(
         self, groups: Sequence[Sequence[Sample]], with_entropy: bool = True
     ) -> tuple[list[Sample], dict[str, float]]:
-        """Run all updates of one rollout.
+        """Run all updates of one rollout, and return the samples and the metrics.
 
-        Returns:
-            The samples in order, with weights, ratios and clipped tokens of the last update; and the metrics. All
-            metrics except skipped_updates and learning_rate exclude skipped updates.
-
-        Raises:
-            ValueError: The log-probs of the draws are not those of the policy, which is unchanged (`checks_draws`).
+        The samples are in order, with weights, ratios and clipped tokens of the last update. All metrics except
+        skipped_updates and learning_rate exclude skipped updates. With `checks_draws`, a ValueError means that the
+        log-probs of the draws are not those of the policy, which is unchanged.
         """
         samples = list(chain.from_iterable(groups))
         if not self.corrects_sampler:
@@ -448,11 +441,7 @@ class GRPOUpdate:
         return self.objective.entropy_coef if self.entropy is None else self.entropy.coef
 
     def token_weights(self, minibatch: Sequence[Sample], step_tokens: float) -> tuple[torch.Tensor, ...]:
-        """Compute the objective's weight of each token over one update.
-
-        Returns:
-            [D] fp32 for each sample.
-        """
+        """Compute the objective's weight of each token over one update: [D] fp32 for each sample."""
         counts = torch.tensor([len(sample.drawn) for sample in minibatch])
         masked = torch.tensor([sample.masked for sample in minibatch])
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])

@@ -1,8 +1,6 @@
 """Conversations are tokenized so that the tokens of earlier turns never change."""
 
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import tiny
@@ -194,27 +192,3 @@ def test_models_of_characters_call_tools():
     shown = [(made.decode(each.prompt_ids), made.decode(each.ids)) for each in examples]
     asked = "look<eos>add<eos>3+4?<eos>"
     assert shown == [(asked, "add(3,4)<eos>"), (f"{asked}add(3,4)<eos>7<eos>", "7<eos>")]
-
-
-@pytest.mark.parametrize("agrees", [True, False])
-def test_the_bridge_of_renderers_is_used_if_it_agrees_with_the_template(monkeypatch, agrees):
-    made = tokenizer(template("qwen2_5"))
-    made.name_or_path = "known/model"
-    plain = TurnBuilder(made, TOOLS)
-
-    def bridge(prompt_ids, completion_ids, messages, *, tools):
-        if completion_ids[-1] != made.eos_token_id:
-            return None
-        tail = plain.answer(prompt_ids, completion_ids, {}, messages)
-        return SimpleNamespace(token_ids=[*prompt_ids, *completion_ids, *(tail if agrees else tail[1:])])
-
-    base = ModuleType("renderers.base")
-    base.MODEL_RENDERER_MAP = {"known/model": "x"}
-    base.create_renderer = lambda tokenizer: SimpleNamespace(bridge_to_next_turn=bridge)
-    monkeypatch.setitem(sys.modules, "renderers", ModuleType("renderers"))
-    monkeypatch.setitem(sys.modules, "renderers.base", base)
-    builder = TurnBuilder(made, TOOLS)
-    for end in ([made.eos_token_id], []):  # the bridge declines a turn without an end
-        given = [5, 6], [7, *end], {}, answers("7")
-        assert builder.answer(*given) == plain.answer(*given)
-    assert builder.counts == ({"appended": 1, "bridged": 1} if agrees else {"appended": 2, "bridged": 0})

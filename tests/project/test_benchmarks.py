@@ -134,7 +134,7 @@ def test_the_race_shows_the_newest_runs_that_ended():
     runs = ("fastgrpo", [*other, first, bad, first, last, first]), ("TRL", [first, last, first, died])
     rows = race.newest([row | {"variant": variant} for variant, of in runs for row in of])
     text = race.table(rows)
-    assert "| fastgrpo | 1 | 20 | 512.00 | 0.960, 0.960 | 900 |" in text and "TRL, seed 0: died" in text
+    assert "| fastgrpo | 1 | 20 | 40 | 512.00 |  | 0.960, 0.960 | 900 |" in text and "TRL, seed 0: died" in text
     assert text.startswith("cpu (slow, 2 threads), commit 0abc") and list(race.runs_of(rows)) == ["fastgrpo"]
 
 
@@ -142,10 +142,11 @@ def test_the_race_shows_the_newest_runs_that_ended():
 def test_a_run_ends_at_the_target_only_if_its_task_does(ends, steps, monkeypatch, tmp_path):
     monkeypatch.setitem(race.TASKS, "t", race.TASKS["embedded"]._replace(steps=30, every=5, target=0.5, ends=ends))
     contestant = SimpleNamespace(entry=lambda: None, seconds=lambda name: 1.0, resident=0)
+    contestant.values = {"fastgrpo": [{"rollout_s": 0.5}]}
     monkeypatch.setattr(race, "taking_part", lambda made: nullcontext([contestant]))
     examiner = SimpleNamespace(before=0.1, accuracy=lambda weights, left=[0.6] * 9 + [0.4]: left.pop())
     *_, row = race.run("t", "fastgrpo", 0, tmp_path, examiner)
-    assert row["step"] == steps and row["last"]
+    assert row["step"] == steps and row["last"] and row["rollout_s"] == steps / 2
 
 
 @pytest.mark.slow
@@ -154,7 +155,7 @@ def test_the_race_runs_small(task):
     told = ran("benchmarks.race", task)
     rows = table(told)[1:]
     assert [name for name, *_ in rows] == list(VARIANTS), told  # none is missing
-    assert all(float(speed) > 0 and float(peak) > 0 for *_, speed, _, peak in rows)
+    assert all(float(speed) > 0 and 0 < int(share[:-1]) < 100 for *_, speed, share, _, _ in rows), told
 
 
 @pytest.mark.slow

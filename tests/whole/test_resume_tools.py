@@ -45,8 +45,6 @@ def test_two_ranks_draw_what_one_process_draws(tmp_path, monkeypatch):
     assert codes == [0, 0], "\n".join(said)
     one, two = (lines(tmp_path / name, "samples.jsonl") for name in ("one", "two"))
     assert any(row["calls"] for row in one)
-    turns = [[line["turns/appended"] for line in lines(tmp_path / name)] for name in ("one", "two")]
-    assert turns[0] == turns[1] and all(turns[0])
     for mine, theirs in zip(one, two, strict=True):
         for call in (*mine["calls"], *theirs["calls"]):
             del call["latency_s"]
