@@ -69,8 +69,6 @@ def test_rejects_wrong_arguments():
                 Rewards(functions, on_error=on_error)
     with pytest.raises(ValueError, match="reward_weights"):
         Rewards(Judge(), [1.0, 2.0])
-    with pytest.raises(ValueError, match="reward_errors"):
-        Rewards(Judge(), on_error="ignore")
     assert Rewards(Judge()).names == Rewards([Judge()]).names == ["Judge"]
 
 
