@@ -134,7 +134,7 @@ class Conversation:
                 raise ValueError(f"the environment cannot be reset: {dialogue.episode.error}")
             self._print(dialogue.prompt[-1]["content"][len(turn["content"]) :].lstrip("\n"))
         else:
-            ids = last.builder.answer(last.prompt_ids, last.ids, {}, [turn])
+            ids = last.builder.answer(last.ids, [turn])
             ids = [*last.prompt_ids, *last.ids, *ids]
             dialogue = Dialogue(last.episode, last.builder, ids, self.prompts.max_turns)
         reason = None

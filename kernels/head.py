@@ -912,8 +912,8 @@ def linear_logprob(
     needs = needed(hidden, weight, bias)
     per_row = isinstance(temperature, torch.Tensor)
     logps, entropy = LinearLogprob.apply(
-        hidden, weight, bias, targets, 1.0 if per_row else float(temperature), temperature if per_row else None,
-        softcap, needs, return_entropy, chunk_rows, group, sum_hidden_grad,
+        hidden, weight, bias, targets.contiguous(), 1.0 if per_row else float(temperature),
+        temperature if per_row else None, softcap, needs, return_entropy, chunk_rows, group, sum_hidden_grad,
     )  # fmt: skip
     return logps, entropy if return_entropy else None
 

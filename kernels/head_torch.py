@@ -333,7 +333,8 @@ def bounded_gradient(
 
     The number of columns determines shapes, which costs one sync per chunk on a GPU.
 
-    `probs` is restored before the return. g is divided by the temperature, and `bend` is the slope of the soft-cap.
+    `probs` is restored before the return. `g` [n] is the gradient of the log-prob, already divided by the temperature.
+    `tolerance` is tau of `Bounded`, above 0, and `bend` [n, V] the slope of the soft-cap, or None.
     """
     g, size = g.to(probs.dtype), probs.shape[-1]
     local, mine = vocabulary.local(targets, size)

@@ -86,10 +86,15 @@ def policy_loss_rows(logps: Tensor, old: Tensor | None, log_ratio: Tensor | None
                      importance: Tensor | None, phi: Tensor | None, surrogate: str, kl: str,
                      correct_kl: bool, low: float, high: float, delta: float | None, beta: float, tau_pos: float,
                      tau_neg: float) -> Tensor:  # fmt: skip
-    """Run the kernel over all kept tokens [M]; see `token_loss` for the arguments.
+    """Run `token_loss` over all kept tokens [M].
+
+    Without `old` and `log_ratio`, the ratio is 1; without `ref`, there is no KL; without `importance`, its weight is
+    1. A given `log_ratio` replaces logps - old. `weights` include the mask and the whole aggregation, and `phi` are
+    VESPO's weights. `low` and `high` bound the clipped ratio, `delta` the unclipped one. SAPO uses `tau_pos` for
+    positive advantages, and `tau_neg` for others.
 
     The result is [6, M] fp32: the loss, g (without the gradient through a given log_ratio), the gradient through the
-    log-ratio, the loss without its KL, the KL, and the ratio. `weights` include the mask and the whole aggregation.
+    log-ratio, the loss without its KL, the KL, and the ratio.
     """
     n = len(logps)
     out = logps.new_empty(6, n, dtype=torch.float32)

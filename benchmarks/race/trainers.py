@@ -55,8 +55,9 @@ def trl_settings(variant: str, race: RaceTask, updates: int = 1) -> dict[str, An
     of_step = race.prompts * race.settings["num_generations"]
     of_update = of_step // updates
     batch = race.trl_batch or of_update
-    # The default cache takes half of the free memory, and is slower. Prompt and completion fit into a block here.
-    cache = {"num_blocks": of_step, "max_batch_tokens": 4096}
+    # The default cache takes half of the free memory, and is slower. Prompt and completion fit into a block here. With
+    # the default margin, the last 15% of the completions would start only after others have ended.
+    cache = {"num_blocks": of_step, "max_batch_tokens": 4096, "safety_margin": 0.0}
     return {
         "tools": race.tools,
         "per_device_train_batch_size": batch,

@@ -94,10 +94,8 @@ class TurnBuilder:
         with self._lock:
             return self._parse(ids, self._template, self._form)
 
-    def answer(
-        self, prompt_ids: list[int], completion_ids: list[int], message: dict, messages: list[dict]
-    ) -> list[int]:
-        """Tokenize the messages after the assistant's `message`, up to the start of the next turn.
+    def answer(self, completion_ids: list[int], messages: list[dict]) -> list[int]:
+        """Tokenize the messages after the assistant's turn, up to the start of the next turn.
 
         `completion_ids` has all tokens after the prompt, up to the end of the turn. If it does not end with a stop
         token, the returned tokens begin with one.

@@ -329,8 +329,8 @@ def translate(
     """Translate a batch of Liger.
 
     The importance weight I of a token is at least 0, and every surrogate but vespo's is linear in the advantage on each
-    side of 0, so I s(A) = s(I A). `ratio` is I: [B, T], [B, 1], [B] or None.
-    Another shape raises ValueError. `advantages` are [B] or [B, T].
+    side of 0, so I s(A) = s(I A). `advantages` are [B] or [B, T]. `ratio` is I: [B, T], or [B, 1] or [B] for
+    one weight per sequence, or None; another shape raises ValueError.
     """
     advantages = advantages.detach().to(compute_dtype(advantages))
     old_logps = None if old_logps is None else old_logps.detach().to(compute_dtype(old_logps))

@@ -67,9 +67,8 @@ def linear_logprob(
     path = dispatch.choose_backend(backend, only_chunked, hidden=hidden, weight=weight)
     vocabulary = Vocabulary.of(weight, process_group)
     rows = PolicyRows(
-        index=None, targets=targets.reshape(-1).long().contiguous(),
-        temperature=check_temperature(temperature, targets), advantages=None, weights=None, old_logps=None,
-        ref_logps=None, lengths=None,
+        index=None, targets=targets.reshape(-1).long(), temperature=check_temperature(temperature, targets),
+        advantages=None, weights=None, old_logps=None, ref_logps=None, lengths=None,
     )  # fmt: skip
     check_kept(rows, vocabulary.total)
 

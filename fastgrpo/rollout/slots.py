@@ -241,8 +241,8 @@ class Slots:
     """The slots of all layers, and the lanes of each prompt.
 
     With a flat geometry, the slot of a lane begins with a copy of its prompt, and there are no prompt slots. Tensors
-    are views [slot, head, token, d], stored in `memory_order`. `mapped` allocates keys and values (None: torch), and
-    `growth` those of lanes that grow. One token has `token_bytes`.
+    are views [slot, head, token, d], stored in `memory_order`. `mapped` allocates keys and values (None: torch). If
+    lanes grow, `growth` allocates theirs, and one token has `token_bytes`.
     """
 
     def __init__(

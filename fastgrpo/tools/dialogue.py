@@ -104,7 +104,7 @@ class Dialogue:
         self.messages += answers
         if reason is not None:
             return Turn(reason=reason)
-        tokens = self.builder.answer(self.prompt_ids, self.ids, parsed.message, answers)
+        tokens = self.builder.answer(self.ids, answers)
         if len(tokens) > room:
             del self.messages[-len(answers) :]
             return Turn(reason=StopReason.LENGTH)

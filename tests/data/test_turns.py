@@ -93,8 +93,8 @@ def test_real_templates_continue_a_conversation_as_they_would_render_it_whole(na
         end = max(i for i, token in enumerate(before) if token == stop) + 1
         assert whole[: len(prompt)] == prompt and whole[:end] == before[:end], case
         drawn = before[len(prompt) : end]
-        assert builder.answer(prompt, drawn, turn, new) == whole[end:], case
-        assert builder.answer(prompt, drawn[:-1], turn, new) == whole[end - 1 :], f"{case}, truncated"
+        assert builder.answer(drawn, new) == whole[end:], case
+        assert builder.answer(drawn[:-1], new) == whole[end - 1 :], f"{case}, truncated"
         parsed = builder.parse(drawn)
         assert parsed.message.get("tool_calls", []) == turn.get("tool_calls", []) and not parsed.malformed, case
 
@@ -118,7 +118,7 @@ def test_template_arguments_reach_prompts_and_suffixes():
     assert made.decode(prompt).endswith("<think>\n\n</think>\n\n")
     whole = rendered(builder, made, [USER, turn, *new], add_generation_prompt=True, enable_thinking=False)
     drawn = made('<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call><|im_end|>')["input_ids"]
-    assert prompt + drawn + builder.answer(prompt, drawn, turn, new) == whole
+    assert prompt + drawn + builder.answer(drawn, new) == whole
 
 
 BUILDERS = {}
@@ -135,7 +135,7 @@ def test_what_tools_answer_is_tokenized_as_in_the_whole_conversation(name, conte
     prompt, size = builder.prompt([USER]), len(rendered(builder, made, [USER, turn]))
     drawn = whole[len(prompt) : size - (name != "llama3_1")]  # ChatML has a line break after the stop token
     for _ in range(2):  # the second time from the cache
-        suffix = builder.answer(prompt, drawn, turn, new)
+        suffix = builder.answer(drawn, new)
         assert prompt + drawn + suffix == whole
         suffix.clear()
 
@@ -184,7 +184,7 @@ def test_models_of_characters_call_tools():
     drawn = made("add(3,4)<eos>")["input_ids"]
     message = builder.parse(drawn).message
     assert message == {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    assert made.decode(builder.answer(prompt, drawn, message, answers("7"))) == "7<eos>"
+    assert made.decode(builder.answer(drawn, answers("7"))) == "7<eos>"
     assert builder.parse(made("7<eos>")["input_ids"]).message == {"role": "assistant", "content": "7"}
     assert builder.parse(made("add(3,4<eos>")["input_ids"]).malformed
     talk = [{"role": "user", "content": "3+4?"}, message, *answers("7"), {"role": "assistant", "content": "7"}]

@@ -16,6 +16,7 @@ from fastgrpo.policy.load import prepare
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout import graph
 from fastgrpo.rollout.graph import Graphs, graph_obstacle
 
 
@@ -45,7 +46,7 @@ def cuda(monkeypatch):
     return recordings
 
 
-def test_a_step_runs_once_is_recorded_and_then_replayed(cuda):
+def test_a_step_runs_once_is_recorded_and_then_replayed(cuda, monkeypatch):
     graphs, steps = Graphs(torch.device("cuda"), enabled=True), []
     for _ in range(4):
         graphs.run(8, lambda: steps.append(8))
@@ -63,6 +64,11 @@ def test_a_step_runs_once_is_recorded_and_then_replayed(cuda):
     for _ in range(3):
         eager.run("key", lambda: steps.append(1))
     assert steps[-3:] == [1, 1, 1] and not eager.graphs
+    monkeypatch.setattr(graph, "MAX_GRAPHS", 1)
+    few = Graphs(torch.device("cuda"), enabled=True)
+    for key in (8, 8, 16, 16):
+        few.run(key, lambda: None)
+    assert [*few.graphs] == [16]
 
 
 @pytest.mark.parametrize("dtype, capability, recorded", [

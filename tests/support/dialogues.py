@@ -20,8 +20,8 @@ class Builder:
         message = {"role": "assistant", "content": re.sub("<.*", "", text)} | ({"tool_calls": calls} if calls else {})
         return SimpleNamespace(message=message, malformed="<" in text and not calls)
 
-    def answer(self, prompt_ids, completion_ids, message, messages):
-        assert message["role"] == "assistant" and all(answer["role"] == "tool" for answer in messages)
+    def answer(self, completion_ids, messages):
+        assert all(answer["role"] == "tool" for answer in messages)
         return ids("".join(f"[{answer['content']}]" for answer in messages))
 
 
