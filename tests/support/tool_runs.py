@@ -4,7 +4,6 @@ As a script, `python tool_runs.py FOLDER RUNS` forks two ranks, which make the r
 """
 
 import sys
-from collections import Counter as Counts
 from functools import partial
 from pathlib import Path
 
@@ -61,7 +60,7 @@ class CountingBuilder:
     """A turn of an odd number of tokens calls `count` with their sum; the answer is its text in brackets."""
 
     def __init__(self, tokenizer, tools=(), template_kwargs=None, stop_token_ids=()):
-        self.tokenizer, self.counts = tokenizer, Counts()
+        self.tokenizer = tokenizer
 
     def prompt(self, messages):
         return self.tokenizer("".join(f"{m['role'][0]}{m['content']}" for m in messages))["input_ids"]
