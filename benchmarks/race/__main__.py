@@ -150,6 +150,12 @@ def seconds_to(rows: list[dict[str, Any]], target: float) -> float | None:
     return next((row["seconds"] for row in rows if row["accuracy"] >= target), None)
 
 
+def middle(runs: list[list[dict[str, Any]]], target: float, failed: int = 0) -> float:
+    """Return the median of the seconds to the target; infinity for runs that missed it, and for `failed` more runs."""
+    times = [time for run in runs if (time := seconds_to(run, target)) is not None]
+    return median_low(times + [math.inf] * (len(runs) + failed - len(times)))
+
+
 def newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows of the newest run of each trainer and seed that ended or failed, sorted by trainer and seed.
 
@@ -183,8 +189,8 @@ def runs_of(rows: list[dict[str, Any]]) -> dict[str, list[list[dict[str, Any]]]]
 def table(rows: list[dict[str, Any]]) -> str:
     """Format the results of a task: for each contestant the medians over its seeds, and the worst final accuracy.
 
-    The column `rollouts` has the share of the time that generation took, in the runs which measured it.
-    A run that failed or missed the target counts as infinitely slow. The memory is the largest of all runs.
+    The column `rollouts` has the share of the time that generation took, in the runs which measured it. A run that
+    failed or missed the target counts as infinitely slow. The memory is the largest of all runs.
     """
     first, task = rows[0], TASKS[rows[0]["task"]]
     of_step = task.prompts * task.settings["num_generations"]
@@ -200,16 +206,15 @@ def table(rows: list[dict[str, Any]]) -> str:
     for variant, runs in runs_of(rows).items():
         last = [run[-1] for run in runs]
         shares = [row["rollout_s"] / row["seconds"] for row in last if "rollout_s" in row]
-        reached = [time for run in runs if (time := seconds_to(run, task.target)) is not None]
-        tried = len(runs) + sum(row["variant"] == variant for row in missing)
-        middle = median_low(reached + [math.inf] * (tried - len(reached)))
+        failed = sum(row["variant"] == variant for row in missing)
         missed = [run[-1]["seconds"] for run in runs if seconds_to(run, task.target) is None]
-        slow = f"not in {max(missed):.0f}" if missed else "failed"
-        time = slow if math.isinf(middle) else f"{middle:.0f}"
+        tried, reached = len(runs) + failed, len(runs) - len(missed)
+        median = middle(runs, task.target, failed)
+        time = f"{median:.0f}" if median < math.inf else f"not in {max(missed):.0f}" if missed else "failed"
         cells = [
             variant,
             str(tried),
-            time + f" (reached in {len(reached)} of {tried})" * (0 < len(reached) < tried),
+            time + f" (reached in {reached} of {tried})" * (0 < reached < tried),
             f"{median_low(row['step'] for row in last)}",
             f"{median_low(of_step * row['step'] / row['seconds'] for row in last):.2f}",
             f"{median_low(shares):.0%}" if shares else "",
