@@ -15,8 +15,8 @@ from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import prepare
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
-from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout import graph
+from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.graph import Graphs, graph_obstacle
 
 
