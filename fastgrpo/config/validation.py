@@ -267,6 +267,13 @@ def _the_best_metric_is_measured(metric_for_best_model, eval_steps, logging_step
         )
 
 
+def _one_source_of_rows(train_file, dataset_train_split):
+    if train_file is not None and dataset_train_split != "train":
+        raise ValueError(
+            f"dataset_train_split={dataset_train_split} has no effect with train_file={train_file}; leave it out"
+        )
+
+
 RULES = (
     _groups_fit,
     _evaluation_groups_fit,
@@ -286,4 +293,5 @@ RULES = (
     _every_update_has_a_group,
     _resume_or_overwrite,
     _the_best_metric_is_measured,
+    _one_source_of_rows,
 )
