@@ -371,7 +371,7 @@ def _order(probs, local, mine, weights):
 def _longest(probs, order, free, limit):
     """Return the length of the longest prefix of `order` whose mass is at most `limit` [n] in every row, and its mass.
 
-    The length is at most `free`, and the mass is that of each row [n].
+    The length is at most `free`. The mass has one value per row [n].
     """
     size, step = len(order), -(-len(order) // GROUPS)
     members = probs.new_zeros(size, GROUPS)

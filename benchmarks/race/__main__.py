@@ -76,8 +76,8 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Train one contestant, and yield the figures of each measurement.
 
-    Each row has step, seconds of training, seconds of them in rollouts, accuracy, peak memory in MiB, and whether it is
-    the last. The run ends after `limit` seconds of training, or after those of the task, or with the target if the task
+    Each row has step, seconds of training and of its rollouts, accuracy, peak memory in MiB, and whether it is the
+    last. The run ends after `limit` seconds of training, or after those of the task, or with the target if the task
     `ends` then. The memory is the peak resident memory of the process, or on a GPU the most that torch reserved; that
     excludes the memory which `fastgrpo.rollout.mapped` maps if GPU memory is short.
     """
@@ -118,7 +118,7 @@ def race(name: str, trainers: Sequence[str], seeds: Sequence[int]) -> Iterator[d
     A trainer whose first step fails does not run. One that has not reached the target at the task's time limit with
     the first seed runs with that seed only.
     """
-    left, agreed = set(), {}
+    excluded, agreed = set(), {}
     for seed in seeds:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model"
@@ -128,11 +128,11 @@ def race(name: str, trainers: Sequence[str], seeds: Sequence[int]) -> Iterator[d
             if first:
                 agreed, failed = first_steps(name, seed, path, examiner, trainers)
                 for variant, error in failed.items():
-                    left.add(variant)
+                    excluded.add(variant)
                     yield facts(name, variant, seed) | {"missing": error}
             at = seed % len(trainers)
             for variant in (*trainers[at:], *trainers[:at]):
-                if variant in left:
+                if variant in excluded:
                     continue
                 about, best = facts(name, variant, seed) | {"first_step": agreed[variant] if first else None}, 0.0
                 try:
@@ -140,7 +140,7 @@ def race(name: str, trainers: Sequence[str], seeds: Sequence[int]) -> Iterator[d
                         best = max(best, measured["accuracy"])
                         yield about | measured
                     if first and measured["seconds"] > TASKS[name].limit and best < TASKS[name].target:
-                        left.add(variant)
+                        excluded.add(variant)
                 except Failed as error:
                     yield about | {"missing": str(error)}
 

@@ -324,9 +324,10 @@ def keep_rows(
 ) -> PolicyRows:  # fmt: skip
     """Validate the inputs, compute the weights over all tokens, and drop the rows that carry no gradient.
 
-    `compact` allows a sync, to find the rows that carry gradient, if `inputs.rows` is None. If not, these rows come
-    first, and finite dummies follow. Weights and advantages get `dtype`, that of the log-probs (fp32 or fp64), or fp64
-    for fp64 advantages. `vocab_size` checks the targets.
+    If `inputs.rows` is None, `compact` allows a sync to find the rows that carry gradient. Without it, the result has
+    all rows: these come first, and the others get finite values. `dtype` is that of the log-probs (fp32 or fp64);
+    weights and advantages are converted to it, or to fp64 if the advantages are fp64. Targets must be below
+    `vocab_size`.
     """
     if objective.beta == 0:
         inputs = inputs._replace(ref_logps=None)

@@ -362,8 +362,8 @@ class GRPOUpdate:
         """Run all updates of one rollout, and return the samples and the metrics.
 
         The samples are in order, with weights, ratios and clipped tokens of the last update. All metrics except
-        skipped_updates and learning_rate exclude skipped updates. With `checks_draws`, a ValueError means that the
-        log-probs of the draws are not those of the policy, which is unchanged.
+        skipped_updates and learning_rate exclude skipped updates. With `checks_draws`, it raises ValueError if the
+        sampler's log-probs are not those of the policy, whose weights then stay as they are.
         """
         samples = list(chain.from_iterable(groups))
         if not self.corrects_sampler:
