@@ -138,18 +138,24 @@ class Conversation:
             ids = [*last.prompt_ids, *last.ids, *ids]
             dialogue = Dialogue(last.episode, last.builder, ids, self.prompts.max_turns)
         reason = None
-        while reason is None:
-            whole = [*dialogue.prompt_ids, *dialogue.ids]
-            drawn = self._draw(whole, turn["content"])
-            if drawn[-1] not in self.stops:
-                dialogue.transcript([*dialogue.ids, *drawn])
-                reason = StopReason.LENGTH
-                break
-            told = len(dialogue.calls)
-            room = (self.policy.longest or sys.maxsize) - len(whole) - len(drawn) - 1
-            reason = dialogue.answer(drawn, room).result().reason
-            for call in dialogue.calls[told:]:
-                self._print(f"[{call['name']} {call['arguments']}: {call['answer']} ({call['latency_s']:.2g} s)]")
+        try:
+            while reason is None:
+                whole = [*dialogue.prompt_ids, *dialogue.ids]
+                drawn = self._draw(whole, turn["content"])
+                if drawn[-1] not in self.stops:
+                    dialogue.transcript([*dialogue.ids, *drawn])
+                    reason = StopReason.LENGTH
+                    break
+                told = len(dialogue.calls)
+                room = (self.policy.longest or sys.maxsize) - len(whole) - len(drawn) - 1
+                reason = dialogue.answer(drawn, room).result().reason
+                for call in dialogue.calls[told:]:
+                    self._print(f"[{call['name']} {call['arguments']}: {call['answer']} ({call['latency_s']:.2g} s)]")
+        except BaseException:  # Ctrl-C too
+            if last is None:
+                dialogue.episode.failed = True  # a tool may have been interrupted, so the instance is not used again
+                self.prompts.environments.give_back([dialogue.episode])
+            raise
         if reason != StopReason.STOP:
             print(f"({reason})")
         self.dialogue = dialogue

@@ -42,7 +42,7 @@ DISTILLATION = """Generate completions for the training prompts of a task, and k
 A completion is correct if its first reward is at least 1. Correct completions are kept if they get the maximum of each
 reward function whose name ends in format_reward or steps_reward. Truncated, repetitive and duplicate completions are
 dropped. Without --reward_funcs, the task's steps_reward (if it has one) also checks the steps of the solution.
-`python -m fastgrpo.sft --train_file FILE` trains on the file."""
+`python -m fastgrpo.sft --task TASK --train_file FILE` trains on the file."""
 
 
 def parse(argv: list[str]) -> DistillConfig:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def make_trainer(config: SFTConfig) -> "SFTTrainer":
     """Build the trainer of a supervised run. Without a model, start the task's own from random weights."""
     from fastgrpo.data import load_rows
-    from fastgrpo.tasks import open_task, reward_functions
+    from fastgrpo.tasks import open_task, reward_functions, shuffled
 
     opened = open_task(config)
     if opened.task.tools or opened.task.environment:
@@ -37,7 +37,7 @@ def make_trainer(config: SFTConfig) -> "SFTTrainer":
     if train is None:
         raise ValueError(f"--train_file {config.train_file} is a folder without train.jsonl; pass a .jsonl file")
     test, functions = opened.task.test(), reward_functions(opened.task, config)
-    trainer = SFTTrainer(model, config, train, test, tokenizer, functions)
+    trainer = SFTTrainer(model, config, shuffled(train, config), test, tokenizer, functions)
     trainer.open()
     trainer.log.say(f"run folder {trainer.log.dir}")
     trainer.log.say(

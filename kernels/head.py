@@ -432,14 +432,16 @@ def linear_exp_fwd(
     common = (anchor, head.targets, patch, mix, head.bias, head.temperature, head.temperatures, head.softcap, *outputs)
     if by_descriptor:
         del options["EVEN_K"]
-        count = min(launch.programs(head.hidden.device), row_blocks * tiles)
+        programs = launch.programs(head.hidden.device)
         descriptors = (
             TensorDescriptor.from_tensor(head.hidden, [blocks.rows, blocks.depth]),
             TensorDescriptor.from_tensor(head.weight, [blocks.cols, blocks.depth]),
             None if exps is None else TensorDescriptor.from_tensor(exps, [blocks.rows, blocks.cols]),
         )
         flatten = flattens(major, head.softcap is not None, head.bias is not None)
-        _linear_exp_fwd_kernel[(count,)](*descriptors, *common, PROGRAMS=count, FLATTEN=flatten, **options)
+        count = min(programs, row_blocks * tiles)
+        # PROGRAMS does not depend on the number of rows: a new value would compile the kernel again.
+        _linear_exp_fwd_kernel[(count,)](*descriptors, *common, PROGRAMS=programs, FLATTEN=flatten, **options)
     else:
         splits = tiles if flags is None else launch.GUARD_SPLITS
         _linear_exp_ptr_fwd_kernel[(row_blocks * splits,)](

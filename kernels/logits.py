@@ -386,7 +386,8 @@ class LogitsGRPO(torch.autograd.Function):
         places = _places(rows.index, rows.active, len(logits))
         head = (places, rows.targets, t, ts)
         by_old = rows.sampler_logps is None or rows.old_logps is not None  # importance weights do not need logp
-        ctx.written = inplace and needs and rows.lengths is None and by_old
+        # An fp16 gradient is scaled before it is rounded, so the backward computes it.
+        ctx.written = inplace and needs and rows.lengths is None and by_old and logits.dtype != torch.float16
         if ctx.written:
             importance, metrics = importance_weights(rows.old_logps, rows, objective)
             stats, out = logits_grpo_(logits, *head, rows.old_logps, rows.ref_logps, rows.advantages, rows.weights,

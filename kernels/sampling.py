@@ -26,6 +26,7 @@ from fastgrpo.kernels import launch
 from fastgrpo.kernels.launch import LN2, LOG2E
 
 LOWEST_FLOAT = tl.constexpr(-3.4028234663852886e38)
+UNIT = 2.0**44  # integer mass of the likeliest token; the masses of 2**18 tokens are below 2**63
 SORTED_ROWS = 64  # rows of logits that top-p sorts at a time, because a sort needs about 30 bytes per logit
 
 
@@ -168,9 +169,11 @@ def _least_in_nucleus(logits, scale, top_k, top_p):
     masses = torch.exp2((ordered - ordered[:, :1]) * scale)
     if 0 < top_k < vocab:
         masses = masses.masked_fill(ordered < ordered[:, top_k - 1, None], 0)
-    # fp64, so that the order of sums in a scan, which torch does not define, has no effect
-    cumulative = masses.cumsum(-1, dtype=torch.float64)
-    stays = (cumulative - masses < top_p * cumulative[:, -1:]) & (masses > 0)
+    # Integers, because torch does not define the order of a scan: their sums are exact in any order, and torch's
+    # deterministic mode allows them.
+    units = (masses.double() * UNIT).round_().long()
+    cumulative = units.cumsum(-1)
+    stays = ((cumulative - units).double() < top_p * cumulative[:, -1:].double()) & (masses > 0)
     return ordered.masked_fill(~stays, torch.inf).amin(-1)
 
 

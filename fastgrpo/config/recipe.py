@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from fastgrpo.config.command import parse_flags
 from fastgrpo.config.fields import check_name, convert, hints
@@ -83,6 +83,9 @@ def load_yaml(path: str | Path, record: type[TrainingConfig] = TrainConfig) -> d
     kinds = hints(record)
     for name in settings:
         check_name(name, record, str(path), ValueError)
+    for name, value in settings.items():
+        if value == "None" and type(None) in get_args(kinds[name]):  # as the help texts and the command line write it
+            settings[name] = None
     return {name: convert(name, value, kinds[name], f"{path}: ") for name, value in settings.items()}
 
 
@@ -112,15 +115,20 @@ def parse(argv: list[str], record: type[Config] = TrainConfig) -> Config:
     """Parse the command line of a training. Flags override --config FILE, which overrides the task's recipe."""
     argv, config_file = take_flag(argv, "--config")
     from_file = load_yaml(recipe_file(config_file), record) if config_file is not None else {}
-    argv, task = take_flag(argv, "--task")
-    task = from_file.get("task", "arithmetic") if task is None else task
-    return parse_flags(
+    argv, stated = take_flag(argv, "--task")
+    task = stated or from_file.get("task", "arithmetic")
+    config = parse_flags(
         record,
         argv,
         prog=f"python -m fastgrpo.{record.command}",
         description=KINDS[record.command] + FILES + (RECIPES_BY_NAME + SWEEPS if record is TrainConfig else ""),
         defaults={**task_defaults(task, record), **from_file, "task": task},
     )
+    if stated is None and "task" not in from_file and config.model_name_or_path and getattr(config, "train_file", None):
+        raise ValueError(
+            "--train_file with a model needs --task TASK, which has the held-out rows and the settings, such as dataset"
+        )
+    return config
 
 
 def take_flag(argv: list[str], name: str) -> tuple[list[str], str | None]:

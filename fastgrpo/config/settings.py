@@ -6,6 +6,7 @@ line (`--beta 0.04`) and in YAML files (`beta: 0.04`, `--config FILE`).
 
 import dataclasses
 import math
+import os
 from abc import abstractmethod
 from collections.abc import Collection
 from types import SimpleNamespace
@@ -103,6 +104,7 @@ class GRPOConfig(
     other_names, translated = THEIRS, staticmethod(translated)
     # Attributes of TRL's record that scripts read.
     dataloader_num_workers, accelerator_config = 0, SimpleNamespace(dispatch_batches=False, split_batches=False)
+    fp16, n_gpu, model_init_kwargs, local_rank = False, 1, None, int(os.environ.get("LOCAL_RANK", 0))
     # Settings of `TrainConfig`, which tasks read.
     dataset_name = dataset_config = None
     dataset_train_split, dataset_test_split = "train", "test"

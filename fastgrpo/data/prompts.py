@@ -166,11 +166,14 @@ def to_examples(
     stops: Sequence[int] = (),
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Sample]:
-    """Tokenize a row for supervised training."""
+    """Tokenize a row for supervised training, with its `tools` and `chat_template_kwargs`, as TRL does."""
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict with a prompt and a completion, got {brief(row)}")
     turns = [_pair(row)] if row.get("messages") is None else _turns(row["messages"])
-    return [_example(prompt, completion, tokenizer, stops, template_kwargs) for prompt, completion in turns]
+    tools = row.get("tools")
+    own = {"tools": json.loads(tools) if isinstance(tools, str) else tools} if tools else {}
+    kwargs = {**(template_kwargs or {}), **own, **(row.get("chat_template_kwargs") or {})}
+    return [_example(prompt, completion, tokenizer, stops, kwargs) for prompt, completion in turns]
 
 
 def _pair(row):

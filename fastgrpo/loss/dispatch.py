@@ -69,8 +69,9 @@ def choose_backend(backend: str, only_chunked: str = "", **tensors: torch.Tensor
             raise ValueError("backend='triton' needs Triton (pip install triton, Linux); use backend='chunked'")
         if len(dtypes) > 1:
             raise ValueError(f"backend='triton' needs {' and '.join(tensors)} of one dtype, got {dtypes}")
+        supported = launch.HEAD_DTYPES if "weight" in tensors else launch.DTYPES
         for name, tensor in tensors.items():
-            launch.check_device(tensor, name, dtypes)
+            launch.check_device(tensor, name, supported)
     return backend
 
 

@@ -53,16 +53,20 @@ _REWRITES = [
         (rf"(?:{_TEXT})?\{{,\}}", ","),
         (
             r"(?<=[0-9])(?:[\u00a0\u2009\u202f~'’_]|(?<!\\)\\[;: ]|\{\\,\}|\\thinspace ?)(?=[0-9]{3}(?![0-9]))"
-            r"|\\[,!]|\\(?:left|right|[bB]igg?[lrm]?|displaystyle)(?![A-Za-z])|\\(?:text)?color\{[A-Za-z]*\}",
+            r"|\\! *|\\,|\\(?:left|right|[bB]igg?[lrm]?|displaystyle)(?![A-Za-z])|\\(?:text)?color\{[A-Za-z]*\}",
             "",
         ),
         (r"[\u00a0\u2009\u202f\u3000~]|(?<!\\)\\[;: ]|\\q?quad(?![A-Za-z])", " "),
         (rf"\\([%{CURRENCY}])", r"\1"),
+        # Names of functions and bold vectors are no units.
+        (r"\\operatorname\*? *\{ *([A-Za-z]+) *\}(?= *[(\\A-Za-z0-9|])", r"\\\1 "),
+        (r"\\(?:mathbf|boldsymbol|bm) *\{ *(?:\\(?:hat|vec) *)?([A-Za-z]) *\}", r" \1 "),
         # Units in braces after a value, and exponents of units, are not part of the value. 60°,120° stay two values.
         (r"(?:\^\{?\\circ\}?|[°º˚]|\\degree(?![A-Za-z]))(,?)", lambda match: match[1] and " ,"),
         (rf"(?:(?<=[0-9}})\]π%x])|(?<=\\pi)) ?{_UNIT}(?: ?(?:/|·|\\cdot)? ?{_UNIT})*", " "),
         (
-            rf"(?:{_TEXT}\{{[^{{}}0-9]*\}}|(?<![A-Za-z\\])(?:[ckdm]?m|in|ft|yd|mi|[a-z]{{4,}})) ?\^(?:[23]|\{{[23]\}})",
+            rf"(?:{_TEXT}\{{(?! *[ei] *\}})[^{{}}0-9]*\}}|(?<![A-Za-z\\])(?:[ckdm]m|in|ft|yd|mi|[a-z]{{4,}})"
+            r"|(?:(?<=[0-9/])|(?<=[0-9] ))m) ?\^(?:[23]|\{[23]\})",  # m^2 is a unit only after a number
             " ",
         ),
         _UNWRAPPED,
@@ -278,8 +282,7 @@ def _read(text: str) -> _Answer:
 
 def _is_formula(found: str, last: str) -> bool:
     """Return whether the number at the end of an answer is only part of a formula, not the result of a sentence."""
-    several = _SIGN.search(last) is not None and len(_NUMBER.findall(last)) > 1
-    return several or _RELATION.search(last) is not None or _is_expression(found)
+    return _SIGN.search(last) is not None or _RELATION.search(last) is not None or _is_expression(found)
 
 
 def _is_expression(text: str) -> bool:
@@ -361,6 +364,8 @@ def formula(text: str) -> tuple[str, bool]:
         ('3\\pi', True)
     """
     lines = [line for line in text.splitlines() if re.search("[0-9]", line)] or [text]
+    if "matrix}" in text:  # its rows may be on several lines
+        lines = [text]
     parts = _WORD.split(" ".join(_DELIMITER.sub("", lines[-1]).split()))
     last = max((i for i, part in enumerate(parts) if re.search("[0-9]", part)), default=0)
     found = _IGNORED.sub("", parts[last].strip(_MARKS).rstrip(_ENDS).removeprefix(">"))

@@ -406,7 +406,7 @@ def program_of(text: str) -> str | None:
         >>> program_of("Try ```x```:\\n```python\\nprint(1)\\n```")
         'print(1)\\n'
     """
-    program, block, language, indent = None, None, "", 0
+    programs, block, language, indent = {}, None, "", 0  # by whether their language is stated
     for line in text.split("\n"):
         words, spaces = line.strip(" \t\r"), len(line) - len(line.lstrip(" "))
         named = words[3:].strip()
@@ -414,11 +414,12 @@ def program_of(text: str) -> str | None:
         if block is None and fence:
             block, language, indent = [], named.lower(), spaces
         elif block is not None and fence and not named:
-            program = "".join(f"{each}\n" for each in block) if language in _LANGUAGES else program
+            if language in _LANGUAGES:
+                programs[bool(language)] = "".join(f"{each}\n" for each in block)
             block = None
         elif block is not None:
             block.append(line[min(indent, spaces) :])
-    return program
+    return programs.get(True, programs.get(False))
 
 
 def read_tests(tests: Any) -> list[Output | Value | Assertion]:

@@ -186,7 +186,7 @@ class RolloutEngine(RolloutBackend):
             request, done = each.group.request, each.group.done
             start = seen[request.request_id]
             ended = {i: (x.ids[start:], x.sampler_logps[start:], x.finish_reason) for i, x in done.items()}
-            drawn_from = logps - kept.log() if request.sampling.filters else logps
+            drawn_from = logps - kept.log() if request.sampling.differs else logps
             parts.setdefault(request.request_id, ended)[each.number] = ids, drawn_from, None
         return {i: [of_group[number] for number in sorted(of_group)] for i, of_group in parts.items()}
 
@@ -333,7 +333,7 @@ class RolloutEngine(RolloutBackend):
             return
         if not any(self.running):
             self._make_room()
-            if self.sampling.filters:
+            if self.sampling.differs:
                 self.lanes.keep_mass()
             if self.sampling.penalizes:
                 self.lanes.keep_seen(len(self.policy.head.weight))
@@ -610,7 +610,7 @@ class RolloutEngine(RolloutBackend):
             )
             if running.dialogue:
                 running.dialogue.close(reason)
-            drawn_from = logps - kept.log() if request.sampling.filters else logps  # log q = log p - log kept
+            drawn_from = logps - kept.log() if request.sampling.differs else logps  # log q = log p - log kept
             if running.given:
                 mask = torch.ones(len(ids), dtype=torch.bool)
                 for span in running.given:

@@ -90,6 +90,11 @@ class SamplingParams:
         return self.temperature > 0 and (filters or self.penalizes)
 
     @property
+    def differs(self) -> bool:
+        """Whether tokens may be drawn from another distribution than that of the log-probs, also at temperature 0."""
+        return self.filters or self.penalizes
+
+    @property
     def penalizes(self) -> bool:
         """Whether the repetition penalty is on."""
         return self.repetition_penalty != 1

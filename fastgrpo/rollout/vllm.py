@@ -354,6 +354,8 @@ class VLLMBackend(RolloutBackend):
                 # Keys and values of other weights stay in the server's prefix cache.
                 given = body | {"cache_salt": version} | ({"model": version} if self.adapters else {})
                 choices = (await server.call("POST", GENERATE, None, **given))["choices"]
+                if any(choice.get("finish_reason") == "abort" for choice in choices):
+                    raise ServerFailed("it aborted a request, as when it is stopped")
                 if self.adapters:
                     for choice in choices:
                         choice["weight_versions"] = [{"version": version, "start": 0, "end": len(choice["token_ids"])}]

@@ -275,12 +275,16 @@ class Server:
             pass
 
     async def _scores(self, jobs, choices, top):
-        """Score each prompt with each of its completions."""
-        asked = [(job, choice) for job, own in _by_job(jobs, choices) for choice in own]
-        return [
-            await self.scheduler.score(job.prompt_ids + choice.ids, job.sampling, top) if top is not None else None
-            for job, choice in asked
-        ]
+        """Score each prompt with each of its completions, or return None for each if `top` is None."""
+        if top is None:
+            return [None] * len(choices)
+        scores = []
+        for job, own in _by_job(jobs, choices):
+            for choice in own:
+                scores.append(await self.scheduler.score(job.prompt_ids + choice.ids, job.sampling, top))
+                if top and not {scores[-1].version}.issuperset(choice.versions):
+                    raise APIError(503, "the weights changed after tokens were drawn; leave top log-probs out")
+        return scores
 
     # The routes
 
@@ -343,6 +347,9 @@ class Server:
         logprobs = None if body.logprobs is None else texts.completion(ids, logps, None, choice.offset)
         choice.offset += sum(map(len, logprobs["tokens"])) if logprobs else 0
         more = {"token_ids": ids} if body.return_token_ids else {}
+        if more and not choice.opened:
+            more["prompt_token_ids"] = job.prompt_ids
+        choice.opened = True
         chunk = {"index": index, "text": delta, "finish_reason": choice.reason, "logprobs": logprobs}
         return [chunk | {"stop_reason": choice.stop_reason} | more]
 
@@ -422,12 +429,15 @@ class Server:
 
         async def chunks():
             common, sent = protocol.reply(kind, self.names[0], []), [0] * len(choices)
+            asked = kind == "chat.completion.chunk" and body.return_token_ids
+            first = {"prompt_token_ids": jobs[0].prompt_ids} if asked else {}  # only in the first chunk
             async for changed in self._drawn(jobs, choices):
                 for index, count in changed:
                     choice = choices[index]
                     delta, sent[index] = choice.text[sent[index] :], len(choice.text)
                     for chunk in write(owner[index], choice, index, delta, count):
-                        yield common | {"choices": [chunk]}
+                        yield common | {"choices": [chunk]} | first
+                        first = {}
             if body.stream_options.include_usage:
                 yield common | {"usage": _usage(jobs, choices)}
 

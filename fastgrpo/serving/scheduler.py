@@ -56,6 +56,7 @@ class Scores:
 
     logps: list[float]
     top: list[list[tuple[int, float]]]
+    version: str  # of the weights
 
 
 @dataclass(eq=False)
@@ -241,6 +242,7 @@ class Scheduler:
     def _pause(self, mode, future):
         self.paused = mode
         if mode == "abort":
+            self._hand_over({request_id: job.seen for request_id, job in self._running.items()})
             for job in [*self._running.values()]:
                 self._cancel(job)
                 job.deliver((job, [Part([], [], StopReason.ABORTED, self.version)] * job.n))
@@ -327,7 +329,7 @@ class Scheduler:
             future, *asked = self._scoring.popleft()
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(score(self.engine, *asked))
+                    future.set_result(score(self.engine, *asked, self.version))
                 except Exception as error:
                     logger.exception("scoring a prompt failed")
                     future.set_exception(RuntimeError(f"the engine failed: {error}"))
@@ -347,7 +349,7 @@ def _call(loop, function, *arguments):
 
 
 @torch.inference_mode()
-def score(engine: RolloutEngine, ids: list[int], sampling: SamplingParams, top: int) -> Scores:
+def score(engine: RolloutEngine, ids: list[int], sampling: SamplingParams, top: int, version: str) -> Scores:
     """Compute the log-probs of the tokens after the first under a sampling distribution, and the likeliest tokens."""
     policy, temperature = engine.policy, sampling.temperature or 1.0
     filters = {name: getattr(sampling, name) for name in ("top_k", "top_p", "min_p")} if sampling.temperature else {}
@@ -369,4 +371,4 @@ def score(engine: RolloutEngine, ids: list[int], sampling: SamplingParams, top: 
             likeliest = everything.topk(min(top, everything.shape[-1]), dim=-1)
             pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
             tops += [[(i, p) for i, p in zip(*row, strict=True) if p > -math.inf] for row in pairs]
-    return Scores(logps, tops)
+    return Scores(logps, tops, version)

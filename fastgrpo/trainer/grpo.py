@@ -163,7 +163,7 @@ class GRPOTrainer:
                 )
             remedy = "; or set max_steps, and let the environment write the prompts" if pool else ""
             raise ValueError(f"`train_dataset` is required: {self.needed_rows}{remedy}")
-        if args.command == "train" and args.system_prompt is not None and not isinstance(train_dataset, Source):
+        if args.system_prompt is not None and not isinstance(train_dataset, Source):
             raise ValueError("only tasks read system_prompt; put it before the prompts of train_dataset")
         self.source = as_source(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset, needed=self._most_rows())
         train_rows = as_rows(self.source.rows, "train_dataset.rows")
@@ -200,7 +200,7 @@ class GRPOTrainer:
             self.optimizer, args.lr_scheduler_type, warmup_steps=args.warmup_steps,
             total_steps=self.state.max_steps * args.updates_per_step, further=args.schedule_kwargs,
         )  # fmt: skip
-        micro_batch = args.max_tokens_per_microbatch or (self.plan.tokens if self.plan else MICRO_BATCHES[0])
+        micro_batch = args.max_tokens_per_microbatch or (self.plan.most_tokens if self.plan else MICRO_BATCHES[0])
         self.learner = Learner(
             self.policy, self.optimizer, self.schedule, max_grad_norm=args.max_grad_norm,
             max_tokens=micro_batch, timer=self.timer, ranks=ranks,
@@ -249,6 +249,9 @@ class GRPOTrainer:
         if isinstance(reward_funcs, Rewards):
             return reward_funcs
         args, own = self.args, self.environment_pool.rewards if self.environment_pool else []
+        if reward_funcs is not None and args.reward_funcs:
+            raise ValueError("reward_funcs is both an argument and a setting of args; leave one of them out")
+        reward_funcs = list(args.reward_funcs) or reward_funcs
         options = prm_options(args, reward_funcs)
         if reward_funcs is None and own:
             functions = []
@@ -288,7 +291,8 @@ class GRPOTrainer:
 
     def _bytes_to_come(self):
         """Return the bytes that will be allocated beside the KV cache, in addition to the present ones."""
-        return self.optimizer.bytes_to_come(self.policy.device) + (self.plan.passing if self.plan else 0)
+        come = self.optimizer.bytes_to_come(self.policy.device, gradients=self.plan is None)
+        return come + (self.plan.passing if self.plan else 0)
 
     def _prepare(self):
         """Create the sampling parameters, the reference, the collector and the update of GRPO."""
@@ -453,14 +457,14 @@ class GRPOTrainer:
     def _run(self, stop):
         """Run the remaining steps. Return None at the end of the run, or the step after which it was stopped."""
         log, callbacks = self.log, self.callbacks
-        callbacks.begin()
-        if log.checkpoint is None:
-            set_seed((self.args.seed + self.ranks.rank) % 2**32)  # reward functions may use the global generators
-        else:
+        if log.checkpoint is not None:
             restore(self.parts(), log.checkpoint, self.about(), log.say, self.ranks)
             if self.ranks.lead:
                 set_aside(log.folder, self.state.global_step, log.say)
             callbacks.restore(self.checkpoints.same)
+        callbacks.begin()
+        if log.checkpoint is None:
+            set_seed((self.args.seed + self.ranks.rank) % 2**32)  # reward functions may use the global generators
         if self.live is not None:
             self.live.start(self.state.global_step * self.args.updates_per_step)
             log.say(f"{self.live.url} serves the policy")

@@ -66,6 +66,7 @@ MICRO_BATCHES = 16384, 8192, 4096  # tokens of a micro-batch to choose from, and
 PASS, PASS_SHARDED, PCIE, DECODE_STEP, APART, DEQUANTIZED = 1_000, 10_000, 10_000, 500, 1.25, 2.5
 # Predicted time to release and map the KV cache, and of torch's new allocations: 0.2 s, in FLOPs of a token per weight.
 RELEASE = 1e14
+ACTIVATIONS = "activations", "head's inputs", "one layer's backward"  # parts that grow with a micro-batch
 SPARE = 0.05  # share of the memory that stays free for workspaces and fragmentation, if updates release the KV cache
 # The phases of a step with the highest memory use.
 TIMES = {
@@ -98,7 +99,8 @@ class MemoryPlan:
     share: float  # maximum share of the remaining memory for keys and values
     room: float  # available bytes; infinite if unknown
     lanes: int  # completions generated at the same time, as many as the rollouts can use within their share
-    tokens: int  # maximum tokens of a micro-batch
+    tokens: int  # chosen limit for the tokens of a micro-batch
+    planned: int  # tokens of the micro-batch whose activations are in `parts`: all of a step, if they are fewer
     recomputed: int  # layers that the backward pass recomputes: the first ones
     cost: float  # predicted time of a step, to compare plans of the same run
     why: str = ""  # the reason for `tokens` and `recomputed`, for the table
@@ -116,6 +118,17 @@ class MemoryPlan:
     def released(self) -> bool:
         """Whether updates release the memory of keys and values."""
         return bool(self.slots.times)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a micro-batch that fit, at most `tokens`: more than `planned` only if memory is left for them."""
+        if math.isinf(self.room):
+            return self.tokens
+        token = sum(part.bytes for part in self.parts if part.name in ACTIVATIONS) / self.planned
+        left = (1 - self.share) * (self.room - self.fixed)  # keys and values may take their whole share
+        if self.released:
+            left = (1 - SPARE) * self.room - self._peak(times=("head", "layers"))[1]
+        return min(self.tokens, self.planned + max(0, int(left / token)))
 
     @property
     def ample(self) -> bool:
@@ -346,16 +359,18 @@ class _Planner:
 
     def _planned(self, parts, tokens, recomputed, released):
         """Plan a run with this micro-batch and number of recomputed layers, and as many lanes as fit."""
-        fewest, activations = self.fewest, self._activations(tokens, recomputed)
+        longest = self.prompt_tokens + self.config.max_completion_length  # a sample above the limit gets its own pass
+        planned = max(min(tokens, self.in_all), longest)
+        fewest, activations = self.fewest, self._activations(planned, recomputed)
         share = 1.0 if self.config.rollout_backend == "hf" else self.config.rollout_memory_utilization
         one_group, times = self._slots(fewest).bytes, ("draw",) if released else ()
 
         def of(lanes):
             held = [*parts, *self._decode_step(min(lanes, self.drawing)), *activations]
-            choice = {"lanes": lanes, "tokens": tokens, "recomputed": recomputed, "ranks": self.ranks}
+            choice = {"lanes": lanes, "tokens": tokens, "planned": planned, "recomputed": recomputed}
             slots = dataclasses.replace(self._slots(lanes), times=times)
             made = MemoryPlan(
-                held, slots, one_group, share, self.room, parallel=self.parallel, **choice,
+                held, slots, one_group, share, self.room, ranks=self.ranks, parallel=self.parallel, **choice,
                 cost=self._cost(tokens, recomputed, lanes, False, released),
             )  # fmt: skip
             if not 0 < self.merged <= MERGED_SHARE * (self.room - made.fixed):
@@ -451,7 +466,8 @@ class _Planner:
                 how += f", and {count.adapters:,} x {of_adapter} bytes of adapters"
             if self.config.parallel == "fsdp2_offload":
                 size, how = 0, f"{size:,} bytes of host memory: {how}"
-            parts.append(Part(name, size + count.adapters * of_adapter, how))
+            times = ("head", "layers") if name == "gradients" else ()
+            parts.append(Part(name, size + count.adapters * of_adapter, how, times))
         if count.packed:
             layers = [module for module in self.model.modules() if isinstance(module, NF4Linear)]
             numbers = max(layer.in_features * layer.out_features for layer in layers)
@@ -540,8 +556,6 @@ class _Planner:
     def _activations(self, tokens, recomputed):
         """Compute the parts of the activations of the largest micro-batch."""
         supervised = not self.grpo
-        longest = self.prompt_tokens + self.config.max_completion_length  # a sample above the budget gets its own pass
-        tokens = max(min(tokens, self.in_all), longest)
         sizes = [tokens * size for size in self.token_bytes(recomputed)]
         again = f", with {recomputed} layers recomputed" if recomputed else ""
         many = f"{'at most ' * supervised}{tokens:,} tokens"
@@ -549,9 +563,9 @@ class _Planner:
         if self.config.activation_offloading:  # one input is on its way out or back
             how, sizes[0] = f"{sizes[0]:,} bytes of host memory: {how}", sizes[0] // recomputed
         return [
-            Part("activations", sizes[0], how, ("head", "layers"), supervised),
-            Part("head's inputs", sizes[1], f"{many} and their gradients", ("head",), supervised),
-            Part("one layer's backward", sizes[2], f"{many} in one layer", ("layers",), supervised),
+            Part(ACTIVATIONS[0], sizes[0], how, ("head", "layers"), supervised),
+            Part(ACTIVATIONS[1], sizes[1], f"{many} and their gradients", ("head",), supervised),
+            Part(ACTIVATIONS[2], sizes[2], f"{many} in one layer", ("layers",), supervised),
         ]
 
 

@@ -115,8 +115,11 @@ class MasterAdamW:
         If the gradient norm or the loss is not finite, the update is skipped: weights and moments do not change. With
         fused AdamW the device decides this, without a sync.
         """
+        if all(master.grad is None for master in self.masters):  # no sample had a gradient: TRL's gradients are 0
+            for master in self.masters:
+                master.grad = torch.zeros_like(master)
         norm = self._clip(max_grad_norm if max_grad_norm > 0 else torch.inf)
-        norm = norm.to(self.masters[0].device)  # without any gradient, torch returns the norm on the CPU
+        norm = norm.to(self.masters[0].device)
         finite = norm.isfinite()
         if loss is not None:
             finite &= loss.to(norm.device).isfinite()  # masters in host memory: the loss of one GPU is on the GPU
@@ -141,14 +144,16 @@ class MasterAdamW:
         torch._foreach_mul_(parts, scale.to(parts[0].device))
         return norm
 
-    def bytes_to_come(self, device: torch.device) -> int:
-        """Return the bytes still to allocate on a device for gradients and, before the first step, moments."""
+    def bytes_to_come(self, device: torch.device, gradients: bool = True) -> int:
+        """Return the bytes to allocate on a device before the first step for moments, and always for gradients."""
         moments = 2 if self.fused else 0.5  # as a share of the bytes of a master
         come = 0
         for master in self.masters:
             part = local(master.detach())
             if part.device.type == device.type:
-                come += part.nbytes * (moments * (not self.adamw.state.get(master)) + (master.grad is None))
+                come += part.nbytes * (
+                    moments * (not self.adamw.state.get(master)) + (gradients and master.grad is None)
+                )
         return math.ceil(come)
 
     def state_dict(self) -> dict[str, Any]:

@@ -73,6 +73,8 @@ def save_model(trainer: Any, output_dir: str | Path | None = None) -> None:
     """
     trainer.open()
     path = Path(output_dir or trainer.log.dir)
+    if trainer.policy.lockstep:
+        trainer.checkpoints.wait()  # a checkpoint in progress reads the host copies that are gathered again here
     whole = trainer.policy.full_state_dict() if trainer.policy.lockstep else None
     if trainer.ranks.lead:
         inside = path.resolve() == trainer.log.dir.resolve()

@@ -22,6 +22,7 @@ from fastgrpo.policy.fit import examples_of
 from fastgrpo.policy.micro_batches import Dealer
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, score
+from fastgrpo.rewards import find_rewards
 from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.run.curves import SUPERVISED_PANELS
 from fastgrpo.run.health import MAX_SKIPPED
@@ -77,8 +78,8 @@ class SFTTrainer(GRPOTrainer):
                 "train_dataset is a Curriculum, which needs the accuracy of training steps, and supervised training "
                 "has none; pass its rows"
             )
-        given = callable(reward_funcs) or reward_funcs
-        return Rewards(reward_funcs, **rewards_settings(self.args)) if given else None
+        reward_funcs = reward_funcs or list(self.args.reward_funcs)
+        return Rewards(find_rewards(reward_funcs, None), **rewards_settings(self.args)) if reward_funcs else None
 
     def _check_rows(self, train_rows):
         for _ in self._read(train_rows):
