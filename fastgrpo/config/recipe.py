@@ -15,7 +15,8 @@ FILES = """
 
 --config FILE reads settings from a YAML file with lines `setting: value`. Flags override the file, and the file
 overrides the recipe of the task."""
-RECIPES_BY_NAME = """ --config NAME reads a recipe of the package: r1, smollm2-gsm8k or smollm2-135m-sums."""
+RECIPES_BY_NAME = """ --config NAME reads a recipe of the package: r1, smollm2-gsm8k, smollm2-135m-sums or
+smollm2-135m-gym."""
 SWEEPS = """
 
 --sweep NAME=VALUE,VALUE makes one run per value of a setting. Repeat it to make one run per combination. --sweep_seeds

@@ -157,7 +157,7 @@ class EngineConfig:
     vllm_server_base_url: Several[str] = ("http://127.0.0.1:8000",)
     """Generate completions on the vLLM servers at these addresses, always on the least loaded."""
     vllm_server_timeout: Positive = 240.0
-    """Wait at most N seconds while no vLLM server answers, or while one with requests generates no token."""
+    """Allow N seconds without an answer from any vLLM server, or without a token from a busy one."""
     vllm_weights_dir: str | None = None
     """Write the weights for the vLLM servers into this folder, which they read. None takes the folder for temporary
     files."""
@@ -259,7 +259,7 @@ class ModelConfig:
     lora_alpha: Count = 32
     """Multiply the output of the adapters by lora_alpha / lora_r."""
     lora_target_modules: Several[str] = ()
-    """Add adapters to the linear layers with these names; all-linear means all linear layers. Empty uses peft's choice
+    """Add adapters to the linear layers with these names; all-linear means all except the head. Empty uses peft's choice
     for the architecture."""
 
 
@@ -332,7 +332,7 @@ class OptimizerConfig:
     num_train_epochs: Annotated[float, Field(gt=0, le=10**6)] = 3.0
     """Train for N epochs of the prompts; N may be a fraction."""
     optim: Literal["adamw_torch", "adamw_8bit"] = "adamw_torch"
-    """Store AdamW's moments in 32 bits (adamw_torch) or 8 bits (adamw_8bit: needs bitsandbytes, no fsdp2, saves 6 bytes
+    """Store AdamW's moments in 32 bits (adamw_torch) or 8 bits (adamw_8bit: needs bitsandbytes, excludes fsdp2, saves 6 bytes
     per trained parameter)."""
     learning_rate: Positive = 1e-06
     """Use this learning rate in AdamW after the warmup."""
@@ -464,9 +464,9 @@ class ObjectiveConfig:
     importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = (
         None
     )
-    """Correct for top_k, top_p, min_p, repetition_penalty and the rounding of vLLM servers: multiply the loss, without
-    its KL term, by the ratio of old policy to sampler. The ratio is per token or per sequence. If it is outside
-    importance_sampling_clip_min and importance_sampling_clip_max, truncate modes clip it, and mask modes set it to 0.
+    """Correct for top_k, top_p, min_p, repetition_penalty and differences of vLLM servers: multiply the loss, without
+    its KL term, by the ratio of old policy to sampler. The ratio is per token or per sequence. Beyond
+    importance_sampling_clip_min or importance_sampling_clip_max, truncate modes clip it, and mask modes set it to 0.
     None turns the correction off."""
     importance_sampling_clip_max: Positive | None = 3.0
     """Bound the ratio of old policy to sampler from above. None sets no bound."""
@@ -551,7 +551,7 @@ class ParallelConfig:
     parallel: Literal["auto", "ddp", "fsdp2", "fsdp2_keep", "fsdp2_offload"] = "auto"
     """Distribute the policy over the processes: ddp replicates it; fsdp2 shards weights, gradients and optimizer state;
     auto is ddp if the policy fits on one device, else fsdp2. fsdp2_keep keeps gathered layers in memory between the
-    forward and the backward pass, which needs more memory and a fifth less communication. fsdp2_offload keeps and
+    forward and the backward pass, which takes more memory, but a fifth less communication. fsdp2_offload keeps and
     updates the shards in host memory, also in one process without torchrun."""
     ddp_timeout: Count = 1800
     """Stop the run if a rank waits for other ranks longer than N seconds; the error names the missing ranks."""

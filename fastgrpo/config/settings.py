@@ -191,8 +191,8 @@ class SFTConfig(
     """Train on N rows per update. Each assistant message in the `messages` of a row is an example."""
 
     train_file: str | None = None
-    """Train on the rows of this .jsonl file, with `prompt` and `completion` or with `messages`. None uses the training
-    rows of the task. Evaluations always use the held-out rows of the task."""
+    """Train on the rows of this .jsonl file, with `prompt` and `completion` or with `messages`; system_prompt does not
+    change them. None uses the training rows of the task. Evaluations always use the held-out rows of the task."""
 
     @property
     def rows_per_step(self) -> int:
