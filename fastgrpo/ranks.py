@@ -45,15 +45,11 @@ _failed = False  # whether this process ends with an error
 
 
 class RankLost(RuntimeError):
-    """Another rank failed, died, or did not join an exchange in time.
-
-    Attributes:
-        is_root: True if no rank has reported an error, so torchrun should show this one.
-    """
+    """Another rank failed, died, or did not join an exchange in time."""
 
     def __init__(self, text: str, is_root: bool = False) -> None:
         super().__init__(text)
-        self.is_root = is_root
+        self.is_root = is_root  # True if no rank has reported an error, so torchrun should show this one
 
 
 class Ranks:

@@ -156,13 +156,8 @@ def check_environment(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the problems: the name of the environment, "warning" or "note", and a text.
 
-    A call that fails is a note, because a tool may refuse made-up arguments.
-
-    Args:
-        factory: Makes an environment; or a dict of factories; or None.
-        tools: Functions that the model may call.
-        row: A row of the data set, for `reset`.
-        timeout: Time limit of a reset and of each call in seconds.
+    A call that fails is a note, because a tool may refuse made-up arguments. `row`, a row of the data set, is for
+    `reset`. The other arguments are those of `Environments`.
     """
     row = {"prompt": [{"role": "user", "content": ""}], **(row or {})}
     for name, make in (factory if isinstance(factory, Mapping) else {None: factory}).items():

@@ -124,22 +124,13 @@ def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Settings of the sharding.
+    """Settings of the sharding."""
 
-    Attributes:
-        mesh: One-dimensional mesh of the ranks.
-        device: Device of this rank.
-        dtype: Compute dtype.
-        reshard_after_forward: Whether a layer's gathered weights are freed after its forward pass.
-        cpu_offload: Whether the shards are in host memory.
-        ranks: The ranks.
-    """
-
-    mesh: DeviceMesh
-    device: torch.device
-    dtype: torch.dtype
-    reshard_after_forward: bool
-    cpu_offload: bool
+    mesh: DeviceMesh  # one-dimensional
+    device: torch.device  # of this rank
+    dtype: torch.dtype  # of the computation
+    reshard_after_forward: bool  # whether a layer's gathered weights are freed after its forward pass
+    cpu_offload: bool  # whether the shards are in host memory
     ranks: Ranks
 
     def apply(self, unit: torch.nn.Module, ignored: set[torch.nn.Parameter], root: bool = False) -> None:

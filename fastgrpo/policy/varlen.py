@@ -44,21 +44,13 @@ SPARE = 2**17  # plus this many scores, which cost about as much as another buck
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length, padded to the longest one. A padded place repeats the sequence's last token.
+    """Sequences of similar length, padded to the longest one. A padded place repeats the sequence's last token."""
 
-    Attributes:
-        size: S, the number of sequences.
-        queries: [S * T] int64. Index of the packed query at each place.
-        keys: [S * U] int64. Index of the packed key at each place.
-        unused: int64 places of padded queries, or None if there are none.
-        bias: [S, 1, 1, U] fp32, -inf at padded keys and 0 elsewhere, or None if no query attends to padding.
-    """
-
-    size: int
-    queries: torch.Tensor
-    keys: torch.Tensor
-    unused: torch.Tensor | None
-    bias: torch.Tensor | None
+    size: int  # S, the number of sequences
+    queries: torch.Tensor  # [S * T] int64: index of the packed query at each place
+    keys: torch.Tensor  # [S * U] int64: index of the packed key at each place
+    unused: torch.Tensor | None  # int64 places of padded queries; None if there are none
+    bias: torch.Tensor | None  # [S, 1, 1, U] fp32, -inf at padded keys, else 0; None if no query attends to padding
 
     def bias_in(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Cast the bias to the dtype of the queries."""

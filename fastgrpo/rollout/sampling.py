@@ -113,30 +113,19 @@ def uniforms(seed: int, request_id: int, count: int, length: int) -> torch.Tenso
 
 
 def sample(
-    logits: torch.Tensor,
-    uniforms: torch.Tensor,
+    logits: torch.Tensor,  # [S, V] fp32
+    uniforms: torch.Tensor,  # [S] fp32 in [0, 1), at most 1 - 2**-24
     *,
-    temperature: float = 1.0,
+    temperature: float = 1.0,  # 0 is greedy
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw the next token of each completion, by the inverse of the cumulative distribution in vocabulary order.
 
-    Log-probs are taken under the full softmax at the temperature (at 1 when greedy), before filters, so that they can
-    serve as the old policy's. The token was drawn with probability exp(logp) / kept.
-
-    Args:
-        logits: [S, V] fp32.
-        uniforms: [S] fp32 random numbers in [0, 1), at most 1 - 2**-24.
-        temperature: Divides the logits; 0 is greedy.
-        top_k: See `SamplingParams`.
-        top_p: See `SamplingParams`.
-        min_p: See `SamplingParams`.
-
-    Returns:
-        The tokens [S] int64, their log-probs [S] fp32, and kept [S] fp32, the probability mass that the filters kept
-        (1 without filters).
+    Returns the tokens [S] int64; their log-probs [S] fp32 under the full softmax at the temperature (at 1 when greedy),
+    before filters, so that they can serve as the old policy's; and kept [S] fp32, the probability mass that the filters
+    kept. A token was drawn with probability exp(logp) / kept. `SamplingParams` describes the filters.
     """
     how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     return (_fused if logits.is_cuda and _trusts(logits, uniforms, how) else _plain)(logits, uniforms, **how)

@@ -27,19 +27,12 @@ LONGEST_ANSWER = 32_768  # characters of an answer; the rest is cut off
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a call.
+    """The answer to a call."""
 
-    Attributes:
-        content: The text that the model reads.
-        failed: Whether the call failed. The text is then {"error": ...}.
-        timed_out: Whether it failed because it exceeded its time limit.
-        latency_s: Seconds from the call to the answer.
-    """
-
-    content: str
+    content: str  # the text that the model reads; {"error": ...} if the call failed
     failed: bool = False
-    timed_out: bool = False
-    latency_s: float = 0.0
+    timed_out: bool = False  # whether the call failed because it exceeded its time limit
+    latency_s: float = 0.0  # seconds from the call to the answer
 
 
 class _Threads:

@@ -237,11 +237,7 @@ def rolled_out(
     stop_ids: Sequence[int],
     policy: Policy,
 ) -> dict[int, list[Sample]]:
-    """Generate completions by TRL's `rollout_func` instead of the engine. Those without a stop token are truncated.
-
-    Raises:
-        ValueError: It returned something else than lists with one item per prompt, or wrong tokens or logprobs.
-    """
+    """Generate completions by TRL's `rollout_func` instead of the engine. Those without a stop token are truncated."""
     prompts = [prompt for group in groups.values() for prompt in group]
     if not prompts:  # a refill of dynamic sampling may give this rank none
         return {}
