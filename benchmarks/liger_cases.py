@@ -66,14 +66,10 @@ def is_right(name, lengths):
 
 
 def batch(lengths=RAGGED, *, old=True, ratio=None, stray=None, seed=0):
-    """Draw a batch in fp32.
+    """Draw a batch in fp32. `lengths` are the tokens of each sequence before the padding.
 
-    Args:
-        lengths: Tokens of each sequence, before the padding.
-        old: Whether there are old log-probs.
-        ratio: None, or "token" [B, T], "sequence" [B, 1] or "flat" [B] weights against the sampler.
-        stray: Unusual values in the padding: "old" (log-probs of -1000) or "hidden" (infinite states).
-        seed: Seed of the draw.
+    `ratio` names the weights against the sampler: "token" [B, T], "sequence" [B, 1], "flat" [B], or None. `stray` puts
+    unusual values into the padding: "old" (log-probs of -1000) or "hidden" (infinite states).
     """
     g = torch.Generator().manual_seed(seed)
 
