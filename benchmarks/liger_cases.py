@@ -96,10 +96,7 @@ def batch(lengths=RAGGED, *, old=True, ratio=None, stray=None, seed=0):
 
 
 def truth(p, knobs, num_items=None, token_weights=None):
-    """Return (loss, metrics, gradients by name) in fp64, over the tokens of the mask only.
-
-    token_weights: [B, T], instead of those of the loss type.
-    """
+    """Return (loss, metrics, gradients by name) in fp64 over the masked-in tokens. `token_weights` are [B, T]."""
     knobs = DEFAULTS | knobs
     kind = knobs["loss_type"]
     hidden, weight, bias = (x.double().requires_grad_() for x in (p.hidden, p.weight, p.bias))

@@ -65,10 +65,7 @@ def liger_head(compiled: bool) -> Head:
 
 
 def cut_cross_entropy_head() -> Head:
-    """Return a head with cut-cross-entropy's log-probs and the plain loss over them.
-
-    Inactive tokens get the target that cut-cross-entropy ignores.
-    """
+    """Return a head with cut-cross-entropy's log-probs, which ignores inactive tokens, and the plain loss over them."""
     from cut_cross_entropy import linear_cross_entropy
 
     if not torch.cuda.is_available():

@@ -56,10 +56,7 @@ def make_trl(
     adapt: Callable[[Any], Any] | None = None, callbacks: Sequence[TrainerCallback] = (),
     tools: Sequence[Callable[..., str]] = (), **settings: Any,
 ) -> Any:  # fmt: skip
-    """Create TRL's GRPOTrainer, changed by `adapt`.
-
-    `settings` are those of TRL's GRPOConfig besides the ones that prevent stopping, logging and saving.
-    """
+    """Create TRL's GRPOTrainer, changed by `adapt`. It does not stop, log or save unless `settings` say so."""
     import trl
     from datasets import Dataset
 

@@ -53,10 +53,7 @@ class RankLost(RuntimeError):
 
 
 class Ranks:
-    """The ranks of a run.
-
-    All ranks must call each method that exchanges data, in the same order.
-    """
+    """The ranks of a run. All of them must call each method that exchanges data, in the same order."""
 
     def __init__(
         self,
@@ -186,10 +183,7 @@ def _buckets(tensors):
 
 
 def apart(ranks: Ranks, name: str, timeout: float) -> Ranks:
-    """Return the same ranks with another group, for exchanges of a second thread.
-
-    All ranks must call this, in the main thread.
-    """
+    """Return the ranks with another group for a second thread. All ranks must call this in the main thread."""
     if ranks.size == 1:
         return ranks
     with ranks.waiting(f"the group for the {name}"):

@@ -195,10 +195,7 @@ def _grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
 def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr, bias_ptr, inv_t,
                   inv_t_ptr, cap, SUM: tl.constexpr, ENTROPY: tl.constexpr, LOGS: tl.constexpr,
                   BLOCK_N: tl.constexpr):  # fmt: skip
-    """Compute (stored tile, sum_v E, sum_v E x2) from a tile of products; the sums exclude the target's column.
-
-    The stored tile is E, or x2 with LOGS.
-    """
+    """Compute (E, or x2 with LOGS; sum_v E; sum_v E x2) of a tile of products. The sums exclude the target's column."""
     first = block_n * BLOCK_N
     row_ok = rows < n_rows
     y = acc
@@ -596,10 +593,7 @@ def _finish_fwd_kernel(out_ptr, target_y_ptr, total_ptr, entropy_ptr, split_max_
 @triton.jit(**ROWS_VARY)
 def _entropy_bwd_kernel(e_ptr, e_stride, out_ptr, out_stride, target_ptr, patch_ptr, g_ptr, h_ptr, norm_ptr,
                         entropy_ptr, vocab, BLOCK: tl.constexpr):  # fmt: skip
-    """Write E (g + h (log p + H)) with log p = ln E - ln norm from log2 E, and patch the target's entry.
-
-    out may use the memory of log2 E.
-    """
+    """Write E (g + h (log p + H)), log p = ln E - ln norm, from log2 E, maybe in place; patch the target's entry."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     h = tl.load(h_ptr + row)

@@ -686,10 +686,7 @@ class LinearGRPO(torch.autograd.Function):
 
 
 def _chunks(logits, rows, size):
-    """Yield for each chunk its rows of the logits, its slice of the kept rows, and a copy of z = logits / T.
-
-    The copy is fp32, or fp64 for fp64 logits.
-    """
+    """Yield each chunk's rows of the logits, slice of the kept rows, and copy of z = logits / T in fp32 or fp64."""
     for part in row_slices(len(rows.targets), size):
         where = part if rows.index is None else rows.index[part]
         t = cut(rows.temperature, part)

@@ -180,10 +180,7 @@ def uses_descriptors(*matrices: torch.Tensor) -> bool:
 
 
 def sample_tile() -> int:
-    """Return the number of logits of a row per program of the sampler.
-
-    It is constant, so that a row draws the same token in any batch.
-    """
+    """Return the logits of a row per program of the sampler, a constant so that a draw does not depend on the batch."""
     return 32 if INTERPRET else 2048
 
 

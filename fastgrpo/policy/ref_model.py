@@ -163,10 +163,7 @@ class FrozenCopy(Reference):
 
     @torch.no_grad()
     def sync(self, policy: Policy, alpha: float) -> None:
-        """Interpolate the weights towards the policy's (TR-DPO, arXiv 2404.09656).
-
-        reference = alpha policy + (1 - alpha) reference
-        """
+        """Set the weights to alpha policy + (1 - alpha) reference (TR-DPO, arXiv 2404.09656)."""
         theirs = policy.module.named_parameters() if self.policy.lockstep else policy.whole_parameters()
         mine = dict(self.policy.module.named_parameters())
         for name, value in theirs:  # each rank updates its own shards

@@ -245,10 +245,7 @@ class ShardedPolicy(Policy):
 
     @torch.no_grad()
     def alike(self, copy: Policy) -> "ShardedPolicy":
-        """Shard a copy of this policy in the same way, and copy the weights.
-
-        Each rank copies its own shards, without communication.
-        """
+        """Shard a copy of this policy in the same way; each rank copies its own shards, without communication."""
         sharded = ShardedPolicy(copy, self.layout)
         for part, mine in zip(sharded.module.parameters(), self.module.parameters(), strict=True):
             fill(part, mine)
@@ -256,10 +253,7 @@ class ShardedPolicy(Policy):
 
     @torch.no_grad()
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the sharded weights one by one, gathered, in the compute dtype.
-
-        All ranks must call this and exhaust the iterator.
-        """
+        """Yield the sharded weights one by one, gathered, in the compute dtype. All ranks must exhaust this."""
         self.layout.ranks.meet("whole weights")
         for unit, names in self.units:
             with self.layout.ranks.waiting("whole weights"):

@@ -314,10 +314,7 @@ class GroupDecode(Provider):
 
 
 class Flat(Provider):
-    """Attention to flat slots with SDPA.
-
-    On a CPU with many lanes it uses matrix products, which are faster for one query.
-    """
+    """Attention to flat slots with SDPA; on a CPU with many lanes, with matrix products, faster for one query."""
 
     flat = True
 

@@ -191,10 +191,7 @@ class Mapped:
             held.unmap()
 
     def restore(self) -> bool:
-        """Map memory for all tensors whose memory was released. Return whether there were any.
-
-        If it raises, the next call continues.
-        """
+        """Map memory for all released tensors; return whether there were any. After an error, call it again."""
         released = [held for held in self.ranges if not all(held.held)]
         with torch.cuda.device(self.device):
             for held in released:

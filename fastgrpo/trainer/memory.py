@@ -150,7 +150,7 @@ class MemoryPlan:
         return self.least <= self.room
 
     def _peak(self, slots=0, certain=False, times=TIMES):
-        """Return the phase of peak memory with so many bytes of keys and values, its bytes and its parts.
+        """Return the phase of peak memory with `slots` bytes of keys and values, its bytes and its parts.
 
         If `certain`, upper bounds are left out.
         """
