@@ -81,7 +81,7 @@ class _Check:
         return self.found
 
     def differ(self, first, others, text):
-        """Return whether a dialogue differs from the first one, and tell where."""
+        """Return whether a dialogue differs from the first one, and report where."""
         for other in others:
             for before, now in zip(first, other, strict=False):
                 if before != now:
@@ -90,7 +90,7 @@ class _Check:
         return False
 
     def dialogues(self, environments: Environments, count: int) -> list[list]:
-        """Run dialogues in turns. Return what each tells: its prompt, its answers, the reason, and the reward."""
+        """Run dialogues in turns. Return the prompt, the answers, the reason and the reward of each."""
         episodes = environments.start([self.row] * count, [0] * count)
         if errors := [episode.error for episode in episodes if episode.failed]:
             self.tell(f"reset() fails: {errors[0]}")

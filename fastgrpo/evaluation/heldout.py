@@ -30,7 +30,7 @@ from fastgrpo.rollout.backend import RolloutBackend, draw_groups
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.tools.prompts import Prompts
 
-HELD_OUT = -1  # stands for the step in the seeds of environments
+HELD_OUT = -1  # the step in the seeds of environments
 
 
 def load_sampler(

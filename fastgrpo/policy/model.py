@@ -32,13 +32,10 @@ def narrow_window(config: PretrainedConfig) -> int | None:
 
 
 def padded_outputs(model: PreTrainedModel, batch: Batch, **more: Any) -> tuple[Any, torch.Tensor]:
-    """Run a packed batch with the model's own attention over padded sequences.
+    """Run a packed batch with the model's own attention over padded sequences, if packed attention does not support it.
 
-    Returns the outputs, and the index [N] of each packed token among their S * T tokens.
-
-    For models that packed attention does not support. The result is exact, since each token attends to its own sequence
-    only: the padding is on the right, where causal attention ignores it. It is slower, because padding is computed too,
-    and prompts once per completion.
+    Returns the outputs, and the index [N] of each packed token among their S * T tokens. The result is exact: padding
+    is on the right, where causal attention ignores it. It is slower: padding is computed, and prompts per completion.
     """
     spans = torch.arange(len(batch.input_ids)).split(batch.lengths)
     prompts, rest = spans[: len(batch.branches)], iter(spans[len(batch.branches) :])

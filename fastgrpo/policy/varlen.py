@@ -12,9 +12,9 @@ The backward pass over either set needs only the merged output and log-sum-exp, 
 So every `AttentionKernel` returns its log-sum-exp, and its backward pass takes the output and the log-sum-exp of the
 whole softmax.
 
-On GPUs, FlashAttention reads packed tokens: PyTorch's, or that of an installed package (`FLASH`). Otherwise sequences
-of similar length share a bucket, padded to its longest (`PaddedAttention`). PyTorch's FlashAttention for CPUs computes
-a bucket, or plain matrix products, some queries at a time.
+On GPUs, FlashAttention (PyTorch's, or a package of `FLASH`) reads packed tokens. Otherwise sequences of similar length
+share a bucket, padded to its longest (`PaddedAttention`). PyTorch's FlashAttention for CPUs, or plain matrix products
+for some queries at a time, compute a bucket.
 
 Shapes: N packed query tokens, M packed key tokens, S sequences, H query heads, K key heads (H is a multiple of K),
 d head width. In a bucket, S counts only its sequences, with T padded queries and U padded keys each. A "place" is one

@@ -469,7 +469,7 @@ def judge_together(
 
 
 def _sent(completion, prompt):
-    """Return a completion without what all ranks know, and with its own tensors: pickle sends the storage of a view."""
+    """Return a completion without fields that all ranks have, with its own tensors: pickle sends a view's storage."""
     own = {"logps": completion.logps.clone(), "sampler_logps": completion.sampler_logps.clone(), "columns": None}
     # An environment or `rollout_func` may have written another prompt.
     if (completion.prompt_ids, completion.prompt) == (prompt.ids, prompt.prompt):

@@ -160,7 +160,7 @@ class Mapped:
         return self._tensor(size, size)[1][:count].view(dtype).view(*shape)
 
     def pages(self, size: int, parts: int, most: int) -> tuple[Range, torch.Tensor]:
-        """Allocate a range that grows page by page, and a tensor [bytes] uint8. Access only what is mapped."""
+        """Allocate a range that grows page by page, and a tensor [bytes] uint8. Access only its mapped part."""
         return self._tensor(self.page, size, parts, most)
 
     @functools.cached_property

@@ -20,9 +20,9 @@ from fastgrpo.ranks import ALONE, Ranks
 TOKENS = 48
 # Largest mean difference of log-probs in nats, by the dtype of the weights.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-CLEAR = 4.0  # a smaller difference counts too if it exceeds the first one by this factor, and ...
 MARK = 0.1  # added to or subtracted from alpha / r B of adapters
-PART = 0.1  # ... this share of what the update changed
+# A smaller difference is an error too if it exceeds the first one by the factor CLEAR, and PART of the update's change.
+CLEAR, PART = 4.0, 0.1
 ENOUGH = 256  # in 16 bits, with fewer drawn tokens the tolerance grows as 1/sqrt(tokens), like the error of a mean
 SHOWS = 0.01  # an update changes some bits of a sampler if it changes the policy by this share of the first difference
 

@@ -82,7 +82,7 @@ class Scheduler:
 
     def __init__(self, engine: RolloutEngine, max_requests: int = 1024, threaded: bool = True):
         self.engine, self.max_requests, self.open = engine, max_requests, 0
-        self.version, self.paused = "0", None  # the version is that of the weights
+        self.version, self.paused = "0", None  # the version of the weights; the mode of a pause
         self.counts = Counter()  # finished requests by reason, and tokens of prompts and completions
         self._posted, self._waiting, self._running = queue.SimpleQueue(), deque(), {}
         self._scoring, self._drained, self._shared = deque(), [], None

@@ -128,7 +128,7 @@ def as_text(result: Any) -> str:
     cut = len(text) - LONGEST_ANSWER
     if cut > 0:
         text = f"{text[:LONGEST_ANSWER]}... ({cut:,} more characters were cut off)"
-    return text.encode(errors="replace").decode()  # half a character would stop samples.jsonl
+    return text.encode(errors="replace").decode()  # samples.jsonl cannot encode half a character
 
 
 def _is_text_block(block):
@@ -234,7 +234,7 @@ class Call:
         left = None if seconds is None else max(self.began + seconds - time.monotonic(), 0)
         try:
             self.work.result(left)
-        except TimeoutError:  # not that of a tool, which is an answer
+        except TimeoutError:  # a tool's own TimeoutError is an answer
             return False
         return True
 

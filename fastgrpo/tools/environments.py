@@ -171,7 +171,7 @@ class Environments:
             messages, problem = _observed(messages, observed), None
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and not reset.done():
-                raise  # the user's, not that of the reset
+                raise  # from the user, not from the reset
             instance = None  # it still has the state of another completion, or none
             problem = f"{type(error).__name__}: {error}" if reset.done() else f"no answer within {self.timeout} seconds"
             if not self.warned:
