@@ -121,12 +121,10 @@ def policy_parts(
 ) -> tuple[list[tuple[slice, slice]], tuple | None]:  # fmt: skip
     """Choose the chunks of a fused loss, and compute the policy loss first if chunks would split sequences.
 
-    A sequence-level factor (`rows.lengths` is given) needs the log-probs of all tokens of the sequence, so chunks then
-    end where sequences end. If a sequence is longer than a chunk, or the lengths are only on the device, a forward-only
-    pass over all tokens precedes the chunks.
-
-    `slices` are the chunks for an objective per token, and `forward_only` computes the log-probs [M] of all kept
-    tokens. Returns the chunks, and the results of `policy_loss_fwd` over all tokens, or None if it has not run.
+    A sequence-level factor (`rows.lengths` is given) needs all log-probs of the sequence, so chunks then end where
+    sequences end. If a sequence is longer than a chunk, or the lengths are only on the device, `forward_only` computes
+    the log-probs [M] of all kept tokens before the chunks. `slices` are the chunks for an objective per token. Returns
+    the chunks, and the results of `policy_loss_fwd` over all tokens, or None if it has not run.
     """
     parts = [(part, slice(None)) for part in slices]
     if rows.lengths is None or len(parts) == 1:

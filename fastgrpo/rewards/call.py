@@ -147,8 +147,8 @@ class Rewards:
     ) -> dict[str, list[tuple[int, Future]]]:
         """Start to judge completions in other processes. Return calls and their numbers of completions by function.
 
-        A plain function gets one completion per call, so the limit holds per completion. A function with the attribute
-        `group_wise = True` gets all in one call, with a multiple of the limit. Calls of an async function run
+        A plain function gets one completion per call, so the limit holds per completion. With the attribute
+        `group_wise = True`, it gets all in one call, with a multiple of the limit. Calls of an async function run
         concurrently. The seed of a call depends on its position in the run, not on the process.
         """
         if self.pool is None:

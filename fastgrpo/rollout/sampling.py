@@ -140,11 +140,10 @@ def sample_penalized(
     temperature: float = 1.0,
     **filters: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw as `sample` does, with a repetition penalty on the tokens `seen` [S, V].
+    """Draw as `sample` does, with a repetition penalty on the tokens `seen` [S, V] before the filters.
 
-    The filters are applied after the penalty. Log-probs are taken under the policy, without the penalty. The token was
-    drawn with probability exp(logp) / kept. Unlike in `sample`, kept may exceed 1: the penalty makes some tokens less
-    likely.
+    Log-probs are taken under the policy, without the penalty. Unlike in `sample`, kept may therefore exceed 1: the
+    penalty makes some tokens less likely.
     """
     penalized = penalize(logits, seen, repetition_penalty)
     tokens, drawn, kept = sample(penalized, uniforms, temperature=temperature, **filters)
@@ -248,9 +247,9 @@ def _blocks(probs):
 def _inverse(blocks, sums, uniforms):
     """Return the tokens [S] at which the cumulative probabilities pass uniforms [S] times their sums, and these sums.
 
-    First the sums [S, B] of the blocks [S, B, BLOCK] are cumulated, then the tokens of the selected block. Two short
-    sums are faster and more accurate than a long one. Tokens of probability 0 are never selected. With NaN logits all
-    comparisons are false, which selects the last block and the token after it.
+    First the sums [S, B] of the blocks [S, B, BLOCK] are cumulated, then the tokens of the selected block: two short
+    sums are faster and more accurate than a long one. Tokens of probability 0 are never selected. NaN logits select the
+    token after the last block.
     """
     rows, ends = torch.arange(len(blocks), device=blocks.device), sums.cumsum(-1)
     whole = ends[:, -1]

@@ -210,11 +210,10 @@ def gib(count: float) -> str:
 def activation_bytes(
     model: PreTrainedModel, dtype: torch.dtype, tokens: int, *, recomputed: int, fused: bool = False
 ) -> tuple[int, int, int]:
-    """Compute an upper bound on the bytes of a micro-batch's activations.
+    """Compute upper bounds on the bytes of a micro-batch's activations. The first `recomputed` layers are recomputed.
 
-    The backward pass recomputes the first `recomputed` layers. Returns three numbers. The first is kept by the layers
-    for the backward pass. The second is held by the last norm and the head until then. The third is added by the
-    backward of one layer, with its recomputed activations.
+    The first number is kept by the layers for the backward pass, and the second by the last norm and the head until
+    then. The third is added by the backward of one layer, with its recomputed activations.
     """
     config, b = model.config.get_text_config(), dtype.itemsize
     h, layer = config.hidden_size, _layer_bytes(model, b, fused)
