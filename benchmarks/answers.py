@@ -25,31 +25,19 @@ AT_ONCE = 32  # answers in flight
 
 
 class Work(NamedTuple):
-    """A policy and its prompts.
-
-    Attributes:
-        policy: The policy.
-        prompts: Token ids of each prompt.
-        stops: Tokens that end a completion.
-        max_tokens: Maximum tokens of a completion.
-    """
+    """A policy and its prompts."""
 
     policy: Policy
-    prompts: list[list[int]]
-    stops: tuple[int, ...]
-    max_tokens: int
+    prompts: list[list[int]]  # token ids
+    stops: tuple[int, ...]  # tokens that end a completion
+    max_tokens: int  # of a completion
 
 
 class Answers(NamedTuple):
-    """The rows of a model's answers.
+    """The rows of a model's answers."""
 
-    Attributes:
-        batch: All tokens of the answers, concatenated and all active. Its `length` is that of the longest answer.
-        lengths: [S] int64 tokens of each answer.
-    """
-
-    batch: Batch
-    lengths: torch.Tensor
+    batch: Batch  # all tokens of the answers, concatenated and all active; its `length` is that of the longest answer
+    lengths: torch.Tensor  # [S] int64 tokens of each answer
 
     @property
     def places(self) -> torch.Tensor:
@@ -73,13 +61,9 @@ class Answers(NamedTuple):
 
 
 def load_work(model: str, problems: str | None, prompts: int, max_tokens: int) -> Work:
-    """Load a model, and problems in GSM8K's template with its worked problem.
+    """Load the model of a folder, and as many problems as `prompts`, in GSM8K's template with its worked problem.
 
-    Args:
-        model: Folder of the model.
-        problems: Folder with GSM8K's test.jsonl, or None for the training sums of `fastgrpo.tasks.gsm8k`.
-        prompts: Number of problems.
-        max_tokens: Maximum tokens of an answer.
+    `problems` is a folder with GSM8K's test.jsonl, or None for the training sums of `fastgrpo.tasks.gsm8k`.
     """
     policy, tokenizer = load_policy(model, dtype="float32", device="cpu")
     if problems is None:

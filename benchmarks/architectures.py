@@ -106,15 +106,10 @@ For any other architecture, fastgrpo checks at load whether the engine supports 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on an architecture.
+    """Verdict on an architecture."""
 
-    Attributes:
-        word: works, hf only or no.
-        note: The reason, or a limitation.
-    """
-
-    word: str
-    note: str
+    word: str  # works, hf only or no
+    note: str  # the reason, or a limitation
 
 
 def class_of(name):

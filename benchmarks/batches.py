@@ -17,27 +17,16 @@ OBJECTIVE = Objective()
 
 
 class Batch(NamedTuple):
-    """The inputs of one GRPO step over the head.
+    """The inputs of one GRPO step over the head."""
 
-    Attributes:
-        hidden: [N, D] hidden states, which require grad.
-        weight: [V, D] weight of the head, which requires grad.
-        targets: [N] token ids.
-        advantages: [N] floats, equal for all tokens of a sequence.
-        old_logps: [N] fp32 log-probs of the targets under the policy that drew them.
-        mask: [N] bool, True for active tokens.
-        rows: [M] indices of the active tokens, on the host.
-        length: Tokens of a sequence.
-    """
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    targets: torch.Tensor
-    advantages: torch.Tensor
-    old_logps: torch.Tensor
-    mask: torch.Tensor
-    rows: torch.Tensor
-    length: int
+    hidden: torch.Tensor  # [N, D], requires grad
+    weight: torch.Tensor  # [V, D], requires grad
+    targets: torch.Tensor  # [N] token ids
+    advantages: torch.Tensor  # [N] floats, equal for all tokens of a sequence
+    old_logps: torch.Tensor  # [N] fp32 log-probs of the targets under the policy that drew them
+    mask: torch.Tensor  # [N] bool, True for active tokens
+    rows: torch.Tensor  # [M] indices of the active tokens, on the host
+    length: int  # tokens of a sequence
 
     def masked(self, share: float) -> "Batch":
         """Return the same batch with a share of its tokens active, spread evenly; 1 is all tokens."""
@@ -48,16 +37,7 @@ class Batch(NamedTuple):
 
 
 def make_batch(n: int, d: int, v: int, *, length: int, dtype: torch.dtype, device: str | torch.device) -> Batch:
-    """Draw hidden states and a head, and the targets from their distribution. All tokens are active.
-
-    Args:
-        n: Tokens.
-        d: Width of the hidden states.
-        v: Size of the vocabulary.
-        length: Tokens of a sequence.
-        dtype: dtype of hidden states and weight.
-        device: Device of the batch.
-    """
+    """Draw hidden states [n, d] and a head [v, d], and the targets from their distribution. All tokens are active."""
     torch.manual_seed(0)
     hidden = torch.randn(n, d, device=device).to(dtype)
     weight = (torch.randn(v, d, device=device) * (LOGIT_STD / d**0.5)).to(dtype)
@@ -81,17 +61,11 @@ def make_batch(n: int, d: int, v: int, *, length: int, dtype: torch.dtype, devic
 
 
 class Truth(NamedTuple):
-    """Results of an exact head, in fp64.
+    """Results of an exact head, in fp64."""
 
-    Attributes:
-        logps: [N] log-probs of the targets, 0 for inactive tokens.
-        hidden: [N, D] gradient of the hidden states.
-        weight: [V, D] gradient of the weight.
-    """
-
-    logps: torch.Tensor
-    hidden: torch.Tensor
-    weight: torch.Tensor
+    logps: torch.Tensor  # [N] log-probs of the targets, 0 for inactive tokens
+    hidden: torch.Tensor  # [N, D] gradient of the hidden states
+    weight: torch.Tensor  # [V, D] gradient of the weight
 
 
 def truth(batch: Batch) -> Truth:

@@ -36,19 +36,12 @@ DIFFERENCE = 0.05 if CUDA else 1e-4  # maximum relative difference of the gradie
 
 
 class Setting(NamedTuple):
-    """The groups of one step.
-
-    Attributes:
-        groups: Groups of completions.
-        prompt: Tokens of a prompt.
-        completion: Tokens of a completion.
-        group_size: G, the completions of a group.
-    """
+    """The groups of one step."""
 
     groups: int
-    prompt: int
-    completion: int
-    group_size: int
+    prompt: int  # tokens
+    completion: int  # tokens
+    group_size: int  # G, the completions of a group
 
 
 if SMALL:
@@ -77,10 +70,7 @@ def make_samples(setting: Setting) -> list[Sample]:
 def training_pass(policy: Policy, samples: list[Sample], share_prompt: bool) -> int:
     """Run forward and backward over all samples, accumulate the gradients, and return the number of model inputs.
 
-    Args:
-        policy: The policy.
-        samples: Groups of completions; those of a prompt are adjacent.
-        share_prompt: Whether a prompt is computed once for all its completions.
+    The samples of a prompt are adjacent. With `share_prompt`, a prompt is computed once for all of them.
     """
     weight, bias, _ = policy.head
     count, tokens = sum(len(sample.ids) for sample in samples), 0

@@ -90,10 +90,7 @@ def figures_of(answers: Answers) -> dict[str, dict[str, Any]]:
 def judged(case: str, seconds: dict[str, float], figures: dict[str, dict[str, Any]]) -> dict[str, Bar]:
     """Return the bars: the time of the largest tolerance with small enough errors, and the bound of all tolerances.
 
-    Args:
-        case: A key of `CASES`.
-        seconds: Median seconds of each variant.
-        figures: The result of `figures_of`.
+    `seconds` has the median of each variant, and `figures` is the result of `figures_of`.
     """
     precise = [tau for tau in TAUS if max(figures[named(tau)][f"error_{of}"] for of in ("hidden", "weight")) <= ERROR]
     tau = max(precise, default=0.0)  # the exact head if every tolerance is too coarse

@@ -35,10 +35,7 @@ FILTERS = {"no filter": {}, "top_k 20": {"top_k": 20}, "top_p 0.95": {"top_p": 0
 
 
 def attention_variants(heads: int, key_heads: int, depth: int) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return the variants of one decode step's attention over the same random queries, keys and values.
-
-    Each returns its output [lanes, heads, depth].
-    """
+    """Return variants of one decode step's attention over equal random tensors; each returns [lanes, heads, depth]."""
     lanes, options = PROMPTS * GROUP, {"dtype": DTYPE, "device": DEVICE}
     query = torch.randn(lanes, heads, depth, **options)
     prompt = torch.randn(2, PROMPTS, key_heads, PROMPT_TOKENS, depth, **options)

@@ -72,11 +72,9 @@ def our_entry(path: str, folder: str, dtype: str) -> Entry:
 
 @torch.no_grad()
 def errors(path: str) -> dict[str, float]:
-    """Measure the error of the log-probs in bfloat16.
+    """Measure the mean and largest error in nats of bfloat16's log-probs, and the mean negative log-prob.
 
-    Returns:
-        The mean and the largest difference to the log-probs in float32, in nats, with the published weights and with
-        the rounded ones, and the mean negative log-prob.
+    The error is the difference to float32 with the published weights, and with the rounded ones.
     """
     (exact, tokenizer), (policy, _) = (load_policy(path, dtype=dtype, device="cpu") for dtype in DTYPES)
     prompts = [to_prompt(row, tokenizer, {}).ids for row in make_rows()[:PROMPTS]]

@@ -46,25 +46,15 @@ GROUP = 8  # completions of a prompt, in rollouts
 
 
 class Axis(NamedTuple):
-    """One growing size.
+    """One growing size."""
 
-    Attributes:
-        part: "head", "rollout" or "step".
-        name: Name of the growing size.
-        sizes: The sizes, increasing.
-        fixed: The other sizes, in words.
-        time: Maximum exponent of time.
-        memory: Maximum exponent of peak memory.
-        make: Makes the call for one size, from the size and an empty folder.
-    """
-
-    part: str
+    part: str  # "head", "rollout" or "step"
     name: str
-    sizes: tuple[int, ...]
-    fixed: str
-    time: float
-    memory: float
-    make: Callable[[int, Path], Callable[[], Any]]
+    sizes: tuple[int, ...]  # increasing
+    fixed: str  # the other sizes, in words
+    time: float  # maximum exponent of time
+    memory: float  # maximum exponent of peak memory
+    make: Callable[[int, Path], Callable[[], Any]]  # makes the call for one size, from the size and an empty folder
 
 
 def head(n: int, v: int) -> Callable[[], Any]:

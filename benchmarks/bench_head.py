@@ -40,27 +40,16 @@ Heads = dict[str, variants.Head]
 
 
 class Shape(NamedTuple):
-    """A shape, and fastgrpo's bars for it.
+    """A shape, and fastgrpo's bars for it."""
 
-    Attributes:
-        n: N, tokens.
-        d: D, width of the hidden states.
-        v: V, size of the vocabulary.
-        length: Tokens of a sequence.
-        shares: Shares of active tokens to run.
-        step_bar: Time of forward and backward, relative to the bare products of the same tokens.
-        forward_bar: Time of a forward pass without gradients, relative to one product.
-        active_bar: Time with 42% of the tokens active, relative to all active.
-    """
-
-    n: int
-    d: int
-    v: int
-    length: int = 1024
-    shares: tuple[float, ...] = (1.0, ACTIVE)
-    step_bar: float | None = None
-    forward_bar: float | None = None
-    active_bar: float | None = None
+    n: int  # tokens
+    d: int  # width of the hidden states
+    v: int  # size of the vocabulary
+    length: int = 1024  # tokens of a sequence
+    shares: tuple[float, ...] = (1.0, ACTIVE)  # of active tokens
+    step_bar: float | None = None  # time of forward and backward, relative to the bare products of the same tokens
+    forward_bar: float | None = None  # time of a forward pass without gradients, relative to one product
+    active_bar: float | None = None  # time with 42% of the tokens active, relative to all active
 
 
 SHAPES = (
@@ -110,12 +99,7 @@ def figures(name: str, head: variants.Head, batch: Batch, expected: Truth) -> di
 
 
 def bars_of(shape: Shape, results: dict[float, Results]) -> dict[str, Bar]:
-    """Return the bars of a shape: its own, the time of every peer, and the memory formula of docs/loss.md.
-
-    Args:
-        shape: The shape.
-        results: Results at each share of active tokens.
-    """
+    """Return the bars of a shape: its own, the time of every peer, and the memory formula of docs/loss.md."""
     every = results[1.0]
 
     def ratio(mine: dict[str, float], other: dict[str, float]) -> float:
@@ -146,15 +130,7 @@ def run(
 ) -> tuple[Results, list[dict[str, Any]], dict[str, str]]:
     """Measure all variants with one share of active tokens.
 
-    Args:
-        shape: The shape.
-        share: Share of active tokens.
-        batch: Inputs of this shape.
-        heads: The variants.
-        missing: The reason for each variant that does not run.
-
-    Returns:
-        The results of `compare`, their rows, and `missing` with the peers that failed.
+    Returns the results of `compare`, their rows, and `missing` with the reasons of the peers that failed.
     """
     batch = batch.masked(share)
     expected = truth(batch)

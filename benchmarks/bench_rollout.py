@@ -67,11 +67,7 @@ def make_prompts(vocabulary: int) -> list[list[int]]:
 
 
 def make_lengths(case: str) -> list[int]:
-    """Return the new tokens of each completion.
-
-    Args:
-        case: "equal" for the limit; "long-tailed" for log-normal draws with a median of a quarter of the limit.
-    """
+    """Return the new tokens of each completion: equal, or log-normal draws with a median of a quarter of the limit."""
     count = PROMPTS * GROUP
     if case == "equal":
         return [NEW_TOKENS] * count
@@ -159,8 +155,7 @@ def copy_limit() -> float:
 def engine_entry(size: str, engines: list[str], cases: list[str]) -> Entry:
     """Create engines with several attention providers, keys of `ENGINES`, over one model.
 
-    Returns:
-        An entry with a variant per case and engine. Its `about` has the dtype, and the limit of each case.
+    There is a variant per case and engine. `about` has the dtype, and the limit of each case.
     """
     model = make_model(size)
     prompts, lengths = make_prompts(model.config.vocab_size), {case: make_lengths(case) for case in cases}

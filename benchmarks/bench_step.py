@@ -85,10 +85,7 @@ def make_rows(size: str) -> list[dict[str, str]]:
 
 
 def our_entry(path: str, folder: str, size: str, variant: str = "fastgrpo", **settings: Any) -> Entry:
-    """Create fastgrpo's trainer for the model in `path`, with further settings. Its variant runs one step.
-
-    The variant returns the metrics.
-    """
+    """Create fastgrpo's trainer for the model in `path`; its variant runs one step and returns the metrics."""
     config = GRPOConfig(
         output_dir=folder, prompts_per_step=PROMPTS, num_generations=GROUP, max_completion_length=MAX_TOKENS,
         use_liger_kernel=LIGER, beta=BETA, max_steps=10_000, device=DEVICE, gradient_checkpointing=GPU,

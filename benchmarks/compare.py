@@ -43,19 +43,12 @@ def compare(
 
     First every variant is called once under the memory measurement, which is also the warm-up. Then every round calls
     every variant once, and each round starts with another variant. So a changing clock, or the load of a shared
-    machine, affects all variants equally.
+    machine, affects all variants equally. No round after the first one starts after `seconds`.
 
-    Args:
-        variants: The function to call for each name. It returns the tensors that it must leave in memory (its
-            gradients), and leaves nothing else.
-        rounds: Maximum number of timed calls per variant.
-        device: On "cpu", wall time is measured. On "cuda", the time between two events of the current stream, with the
-            L2 cache flushed before each call.
-        seconds: No round after the first one starts after this many seconds. None means no limit.
-
-    Returns:
-        For each name: "rounds", the number of timed calls; "median_s", "p20" and "p80", quantiles of its time in
-        seconds; "peak_bytes", the peak memory of the call in addition to its inputs and its results (gradients).
+    A variant returns the tensors that it must leave in memory (its gradients), and leaves nothing else. On "cpu", wall
+    time is measured; on "cuda", the time between two events of the current stream, with the L2 cache flushed before
+    each call. The results of a name are "rounds", the number of timed calls; "median_s", "p20" and "p80", quantiles of
+    its time in seconds; and "peak_bytes", the peak memory of the call in addition to its inputs and results.
     """
     peak, clock = instruments(device)
     peaks = {name: peak(call) for name, call in variants.items()}
@@ -75,12 +68,8 @@ def in_turns(
 ) -> dict[Hashable, dict[str, float]]:  # fmt: skip
     """Time variants in turns, after the warm-up; every round starts with another variant. Returns as `compare`.
 
-    Args:
-        clocks: For each name, a function that runs the variant once and returns its seconds. If it returns None, the
-            variant is removed from all rounds and from the results.
-        peaks: The peak memory of each, in bytes.
-        rounds: As in `compare`.
-        seconds: As in `compare`.
+    A clock runs its variant once and returns the seconds. If it returns None, the variant is removed from all rounds
+    and from the results. `peaks` are in bytes.
     """
     times = {name: [] for name in clocks}
     names = list(clocks)
@@ -200,17 +189,10 @@ def rows_of(
     extras: dict[str, dict[str, Any]] | None = None,
     **description: Any,
 ) -> list[dict[str, Any]]:
-    """Convert the results of `compare` to rows for `append`, one per variant.
+    """Convert the results of `compare` to rows for `append`, one per variant, with time in ms and memory in MiB.
 
-    Args:
-        results: From `compare`. A "peak_bytes" of None means that memory was not measured.
-        missing: The reason for each variant that did not run. Its row has the reason instead of figures.
-        extras: Further figures of a variant, by name.
-        description: Common fields of all rows: name, shapes and dtype of the benchmark.
-
-    Returns:
-        Rows with date, commit and versions of the run, the description, the variant's name, its time in milliseconds,
-        and its peak memory in MiB.
+    A "peak_bytes" of None means that memory was not measured. The row of a missing variant has the reason instead of
+    figures. `extras` are further figures of a variant, and `description` (name, shapes, dtype) is in all rows.
     """
     run = {
         "date": STARTED,

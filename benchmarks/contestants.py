@@ -34,17 +34,11 @@ LONGEST = 300  # maximum characters of a reason
 
 @dataclass(frozen=True)
 class Entry:
-    """The variants of a contestant.
+    """The variants of a contestant."""
 
-    Attributes:
-        calls: Its variants by name. If one returns a dict, the parent gets it.
-        missing: The reason for each variant that does not run.
-        about: Further facts for the benchmark, JSON-serializable.
-    """
-
-    calls: dict[str, Callable[[], Any]]
-    missing: dict[str, str] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)
+    calls: dict[str, Callable[[], Any]]  # by name; if one returns a dict, the parent gets it
+    missing: dict[str, str] = field(default_factory=dict)  # the reason for each variant that does not run
+    about: dict[str, Any] = field(default_factory=dict)  # further facts, JSON-serializable
 
 
 class Failed(RuntimeError):
@@ -52,21 +46,17 @@ class Failed(RuntimeError):
 
 
 class Contestant:
-    """A process with an `Entry`, started by `entry`.
-
-    Args:
-        name: Name to report if no variant can be created.
-        function: Creates the entry, as module:function.
-        device: Device of its calls, "cpu" or "cuda".
-        environment: Additional environment variables of the process.
-        python: The interpreter that runs it.
-        options: Arguments of the function, JSON-serializable.
-    """
+    """A process with an `Entry`, started by `entry`."""
 
     def __init__(
-        self, name: str, function: str, device: str, environment: Mapping[str, str] | None = None,
-        python: str = sys.executable, **options: Any,
-    ):  # fmt: skip
+        self,
+        name: str,  # to report if no variant can be created
+        function: str,  # module:function, which creates the entry
+        device: str,  # "cpu" or "cuda"
+        environment: Mapping[str, str] | None = None,  # additional variables
+        python: str = sys.executable,
+        **options: Any,  # arguments of the function, JSON-serializable
+    ):
         self.name, self.values, self.process, self.made = name, {}, None, None
         self.environment, self.resident = {**os.environ, **KERNELS_ONLY, **(environment or {})}, 0
         self.command = [python, "-m", "benchmarks.contestants", function, device, json.dumps(options)]
@@ -74,8 +64,7 @@ class Contestant:
     def entry(self) -> dict[str, Any]:
         """Start the process, wait until it is ready, and return the fields of its entry, with names of calls.
 
-        Raises:
-            Failed: The entry could not be created.
+        If the entry cannot be created, `Failed` is raised.
         """
         if self.process is None:
             self.process = subprocess.Popen(
@@ -123,21 +112,13 @@ class Contestant:
 
 
 class Contest(NamedTuple):
-    """Results of a contest.
+    """Results of a contest."""
 
-    Attributes:
-        results: As from `compare`, for each variant that ran.
-        missing: The reason for each variant that did not run.
-        about: Facts about each contestant, by name.
-        values: The dicts that each variant returned.
-        again: Calls one of our variants once more.
-    """
-
-    results: dict[str, dict[str, float]]
-    missing: dict[str, str]
-    about: dict[str, dict[str, Any]]
-    values: dict[str, list[dict[str, Any]]]
-    again: Callable[[str], float]
+    results: dict[str, dict[str, float]]  # as from `compare`, for each variant that ran
+    missing: dict[str, str]  # the reason for each variant that did not run
+    about: dict[str, dict[str, Any]]  # facts about each contestant
+    values: dict[str, list[dict[str, Any]]]  # the dicts that each variant returned
+    again: Callable[[str], float]  # calls one of our variants once more
 
 
 @contextlib.contextmanager
@@ -157,18 +138,11 @@ def contest(
     seconds: float | None = None,
     whole: bool = False,
 ) -> Contest:
-    """Time the variants of all contestants in turns, as `compare` does.
+    """Time the variants of all contestants within `taking_part` in turns, as `compare` does.
 
-    Args:
-        contestants: The contestants, within `taking_part`.
-        rounds: As in `compare`.
-        missing: The reason for each variant that does not run.
-        seconds: As in `compare`.
-        whole: Whether the peak memory is the peak resident memory of the process (on a GPU, the most that torch
-            reserved), with the model and all state of training, instead of torch's allocations in a call.
-
-    Raises:
-        Failed: One of our variants failed. A peer that fails is recorded as missing.
+    With `whole`, the peak memory is the peak resident memory of the process (on a GPU, the most that torch reserved),
+    with the model and all state of training, instead of torch's allocations in a call. If one of our variants fails,
+    `Failed` is raised; a peer that fails is recorded as missing.
     """
     missing, about, clocks, peaks = dict(missing or {}), {}, {}, {}
     for contestant in contestants:

@@ -59,55 +59,32 @@ class Ended(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Results of a part.
+    """Results of a part."""
 
-    Attributes:
-        rows: Rows for results/.
-        bars: Bars by name.
-        note: A remark for the table.
-        machine: Facts about the machine.
-    """
-
-    rows: list[dict[str, Any]]
+    rows: list[dict[str, Any]]  # for results/
     bars: dict[str, Bar]
-    note: str = ""
-    machine: dict[str, str] | None = None
+    note: str = ""  # for the table
+    machine: dict[str, str] | None = None  # facts about the machine
 
 
 class Part(NamedTuple):
-    """One part of the command.
-
-    Attributes:
-        name: Its name.
-        command: Program and arguments, or None if the program is not installed.
-        seconds: Its time limit.
-        bars: Names of its bars, which the table lists even if it fails.
-        read: Parses the result of the command.
-        variables: Environment variables.
-    """
+    """One part of the command."""
 
     name: str
-    command: Sequence[str] | None
-    seconds: float
-    bars: tuple[str, ...]
-    read: Callable[[Ended], Found]
-    variables: dict[str, str]
+    command: Sequence[str] | None  # None if the program is not installed
+    seconds: float  # time limit
+    bars: tuple[str, ...]  # names, which the table lists even if the part fails
+    read: Callable[[Ended], Found]  # parses the result of the command
+    variables: dict[str, str]  # of the environment
 
 
 class Outcome(NamedTuple):
-    """Outcome of a part.
-
-    Attributes:
-        part: The part.
-        found: Its results, possibly incomplete.
-        problem: Why it failed or was not started, or None.
-        output: The end of its output, if it failed.
-    """
+    """Outcome of a part."""
 
     part: Part
-    found: Found
-    problem: str | None
-    output: str
+    found: Found  # possibly incomplete
+    problem: str | None  # why it failed or was not started
+    output: str  # the end of its output, if it failed
 
 
 def run_limited(
@@ -221,10 +198,9 @@ def bar_rows(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def main(names: Sequence[str]) -> int:
-    """Run the named parts, or all but those of `NAMED`.
+    """Run the named parts, or all but those of `NAMED`, and return the exit code.
 
-    Returns:
-        The exit code: 0; 1 if a part failed or timed out; 2 if there is no GPU, or no part of this name.
+    It is 1 if a part failed or timed out, and 2 if there is no GPU, or no part of this name.
     """
     known = {part.name: part for part in parts()}
     refusal = None

@@ -127,11 +127,7 @@ def tell_contest(
 ) -> None:  # fmt: skip
     """Time the first contestant alone and print its results, in case the others are slow; then time all in turns.
 
-    Args:
-        contestants: The contestants.
-        missing: The reason for each missing one.
-        judge: Returns rows and bars of a contest.
-        rounds: Timed calls per variant.
+    `judge` returns rows and bars of a contest.
     """
     with taking_part(contestants):
         if len(contestants) > 1:

@@ -62,17 +62,8 @@ def finish(
 ) -> None:
     """End a benchmark: report and save its results, and let pytest-benchmark time one variant for its table.
 
-    A bar that is not met is reported, but does not fail the test: load on a shared machine is not a regression.
-
-    Args:
-        benchmark: The fixture, whose `extra_info` gets the rows, the missing variants and the bars.
-        capsys: The fixture that captures output; it is disabled to print the missing variants.
-        rows: From `rows_of`. The first one is saved with the bars.
-        bars: Bars by name, from `at_most` and `at_least`.
-        call: The variant that pytest-benchmark times.
-        rounds: Number of timed calls.
-        missing: The reason for each variant that did not run.
-        keep: Whether to add the rows to results/.
+    A bar that is not met is reported, but does not fail the test: load on a shared machine is not a regression. With
+    `keep`, the rows are added to results/, the first one with the bars.
     """
     missing = missing or {}
     with capsys.disabled():

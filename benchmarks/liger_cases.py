@@ -66,14 +66,10 @@ def is_right(name, lengths):
 
 
 def batch(lengths=RAGGED, *, old=True, ratio=None, stray=None, seed=0):
-    """Draw a batch in fp32.
+    """Draw a batch in fp32. `lengths` are the tokens of each sequence before the padding.
 
-    Args:
-        lengths: Tokens of each sequence, before the padding.
-        old: Whether there are old log-probs.
-        ratio: None, or "token" [B, T], "sequence" [B, 1] or "flat" [B] weights against the sampler.
-        stray: Unusual values in the padding: "old" (log-probs of -1000) or "hidden" (infinite states).
-        seed: Seed of the draw.
+    `ratio` names the weights against the sampler: "token" [B, T], "sequence" [B, 1], "flat" [B], or None. `stray` puts
+    unusual values into the padding: "old" (log-probs of -1000) or "hidden" (infinite states).
     """
     g = torch.Generator().manual_seed(seed)
 
@@ -100,10 +96,7 @@ def batch(lengths=RAGGED, *, old=True, ratio=None, stray=None, seed=0):
 
 
 def truth(p, knobs, num_items=None, token_weights=None):
-    """Return (loss, metrics, gradients by name) in fp64, over the tokens of the mask only.
-
-    token_weights: [B, T], instead of those of the loss type.
-    """
+    """Return (loss, metrics, gradients by name) in fp64 over the masked-in tokens. `token_weights` are [B, T]."""
     knobs = DEFAULTS | knobs
     kind = knobs["loss_type"]
     hidden, weight, bias = (x.double().requires_grad_() for x in (p.hidden, p.weight, p.bias))

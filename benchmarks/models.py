@@ -14,25 +14,15 @@ FAMILIES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, Lla
 
 
 class Size(NamedTuple):
-    """The shape of a decoder.
+    """The shape of a decoder."""
 
-    Attributes:
-        hidden: Width of the hidden states.
-        intermediate: Width inside an MLP.
-        layers: Decoder layers.
-        heads: Query heads.
-        kv_heads: Key heads.
-        vocab: Tokens of the vocabulary.
-        tied: Whether the head is the embedding.
-    """
-
-    hidden: int
-    intermediate: int
+    hidden: int  # width of the hidden states
+    intermediate: int  # width inside an MLP
     layers: int
-    heads: int
+    heads: int  # of queries
     kv_heads: int
     vocab: int = 151_936
-    tied: bool = True
+    tied: bool = True  # whether the head is the embedding
 
     @property
     def head_dim(self) -> int:
@@ -51,14 +41,9 @@ EMBEDDED = Size(64, 256, 3, 4, 4, vocab=14)  # the model of the embedded example
 def random_model(
     family: str, size: Size, device: str | torch.device, dtype: torch.dtype, **config: Any
 ) -> PreTrainedModel:
-    """Create a model with random weights, equal in each call on one device.
+    """Create a model of `FAMILIES` with random weights, equal in each call on one device.
 
-    Args:
-        family: A key of `FAMILIES`.
-        size: Its shape.
-        device: Device of its weights.
-        dtype: dtype of its parameters. Buffers, such as the rotary frequencies, stay in fp32.
-        config: Further fields of its transformers config.
+    Buffers, such as the rotary frequencies, stay in fp32. `config` are further fields of its transformers config.
     """
     torch.manual_seed(0)
     config_class, model_class = FAMILIES[family]

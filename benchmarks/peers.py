@@ -18,9 +18,6 @@ def trl_head() -> Head:
 
     The entropy, which the trainer computes for its logs, is omitted. Like the trainer, the head gathers the active
     tokens if it uses Triton, and otherwise scores all tokens.
-
-    Raises:
-        ImportError: TRL is not installed.
     """
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction, _use_triton
 
@@ -47,14 +44,7 @@ def trl_head() -> Head:
 
 
 def liger_head(compiled: bool) -> Head:
-    """Return Liger's fused head and loss, which by default takes one sequence at a time.
-
-    Args:
-        compiled: Whether Liger calls torch.compile.
-
-    Raises:
-        ImportError: Liger is not installed.
-    """
+    """Return Liger's fused head and loss, by default one sequence at a time; `compiled` with torch.compile."""
     from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
 
     head = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, compiled=compiled, loss_type="dapo")
@@ -75,13 +65,7 @@ def liger_head(compiled: bool) -> Head:
 
 
 def cut_cross_entropy_head() -> Head:
-    """Return a head with cut-cross-entropy's log-probs and the plain loss over them.
-
-    Inactive tokens get the target that cut-cross-entropy ignores.
-
-    Raises:
-        ImportError: cut-cross-entropy is not installed, or there is no GPU for its kernels.
-    """
+    """Return a head with cut-cross-entropy's log-probs, which ignores inactive tokens, and the plain loss over them."""
     from cut_cross_entropy import linear_cross_entropy
 
     if not torch.cuda.is_available():
@@ -99,13 +83,7 @@ def filtered_gradients(batch: Batch) -> tuple[Gradients, float]:
     """Compute the gradients with cut-cross-entropy's filter in plain PyTorch, which is slower than its kernel.
 
     The kernel orders the vocabulary by mean logit, and skips a tile of 128 tokens and 128 entries if no entry of
-    softmax - onehot reaches 2^-12.
-
-    Args:
-        batch: The inputs of the head; all tokens are active.
-
-    Returns:
-        The gradients, and the share of computed tiles.
+    softmax - onehot reaches 2^-12. All tokens must be active. Also returns the share of computed tiles.
     """
     hidden, weight = batch.hidden.detach(), batch.weight.detach()
     order = (hidden.mean(0) @ weight.T).argsort(descending=True)
@@ -127,14 +105,7 @@ def filtered_gradients(batch: Batch) -> tuple[Gradients, float]:
 
 
 def peers(compiled: bool = True) -> tuple[dict[str, Head], dict[str, str]]:
-    """Return the heads of all peers that run on this machine.
-
-    Args:
-        compiled: Whether Liger calls torch.compile.
-
-    Returns:
-        The heads by the peer's name, and the reason for each peer that does not run.
-    """
+    """Return the heads of all peers that run on this machine, and the reason for each peer that does not run."""
     makers = {"trl": trl_head, "liger": partial(liger_head, compiled), "cut-cross-entropy": cut_cross_entropy_head}
     heads, missing = {}, {}
     for name, make in makers.items():

@@ -37,8 +37,7 @@ def exposed(kernel: str = "descriptor-90-base-stored") -> float:
 def predicted(depth: int) -> tuple[float, float]:
     """Predict the ratios of bench_head.py for hidden states of width D = `depth`.
 
-    Returns:
-        Time of forward and backward relative to three bare products, and of the forward relative to one product.
+    Returns the time of forward and backward relative to three bare products, and of the forward relative to one.
     """
     products = TILE[0] * TILE[1] * depth / (PRODUCTS_A_CYCLE * REACHED)
     return 1 + exposed() / (3 * products), 1 + exposed("descriptor-90-base-forward-only") / products

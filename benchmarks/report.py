@@ -72,15 +72,10 @@ def machine(device: str, row: dict) -> str:
 
 
 def table(rows: list[dict], device: str) -> str:
-    """Format the results of one run as Markdown.
+    """Format the results of one benchmark, from `newest`, as Markdown.
 
-    Args:
-        rows: The results of one benchmark, from `newest`.
-        device: The name of the results file: cpu, or the GPU's name.
-
-    Returns:
-        A line with machine, commit and date; a table with a line per variant and shape; the missing variants with the
-        reason; and a table of the bars.
+    The text has a line with machine, commit and date; a table with a line per variant and shape; the missing variants
+    with the reason; and a table of the bars. `device` is the name of the results file: cpu, or the GPU's name.
     """
     if "bar" in rows[0]:
         return f"{device}\n\n{bar_table(rows)}"
@@ -123,8 +118,7 @@ def summary(found: dict[str, list[dict]]) -> str:
 def bar_table(rows: list[dict]) -> str:
     """Format bars as Markdown: measured value, limit, and for `make first-gpu` the prediction and the commit.
 
-    Args:
-        rows: One per bar. If it was not measured, "missing" is the reason.
+    If a bar was not measured, "missing" is the reason.
     """
     shown = ["part", "bar", "measured", "predicted", "limit", "met"]
     if "part" not in rows[0]:
@@ -201,26 +195,14 @@ COLUMNS = {
 
 
 def fill(text: str, name: str, content: str) -> str:
-    """Replace the text between the markers of a table. A page without these markers is returned unchanged.
-
-    Args:
-        text: The page.
-        name: The name in the markers.
-        content: The new text between the markers.
-    """
+    """Replace the text of a page between the markers of a table. A page without these is returned unchanged."""
     start, end = f"<!-- bench:{name} -->", "<!-- /bench -->"
     pattern = re.compile(f"({re.escape(start)}\n).*?({re.escape(end)})", re.DOTALL)
     return pattern.sub(lambda match: f"{match[1]}{content}\n{match[2]}", text)
 
 
 def draw_bars(groups: list[tuple[str, list[dict]]], title: str, path: Path) -> None:
-    """Draw time and memory side by side, one bar per contestant and one row of panels per group.
-
-    Args:
-        groups: Heading and results of each row of panels.
-        title: Machine and precision.
-        path: The PNG file to write.
-    """
+    """Draw time and memory side by side, one bar per contestant and one row of panels per group (heading, results)."""
     heights = [len(rows) + 1 for _, rows in groups]
     figure = _figure(11, 0.5 + 0.37 * sum(heights))
     panels = figure.subplots(len(groups), 2, squeeze=False, height_ratios=heights)

@@ -62,21 +62,13 @@ DEFAULTS = GRPOConfig()
 
 
 class Row(NamedTuple):
-    """One line of the table.
+    """One line of the table."""
 
-    Attributes:
-        model: Its key in `SHAPES`.
-        gpus: K.
-        mode: A key of `MODES`.
-        sent: Bytes that a rank sends per step.
-        compute: Seconds per step without communication.
-    """
-
-    model: str
-    gpus: int
-    mode: str
-    sent: float
-    compute: float
+    model: str  # a key of `SHAPES`
+    gpus: int  # K
+    mode: str  # a key of `MODES`
+    sent: float  # bytes that a rank sends per step
+    compute: float  # seconds per step without communication
 
 
 @cache
@@ -91,14 +83,9 @@ def outlined(name: str) -> Qwen2ForCausalLM:
 
 
 def sent(count: Count, ranks: int, micro_batches: int, *, sharded: bool, reshard: bool = True) -> float:
-    """Return the bytes that a rank sends per step.
+    """Return the bytes that a rank sends per step, with fsdp2 if `sharded`, else ddp.
 
-    Args:
-        count: The parameters: N, and R of them.
-        ranks: K.
-        micro_batches: M.
-        sharded: Whether fsdp2 is used, instead of ddp.
-        reshard: Whether a layer's weights are gathered again for the backward pass.
+    With `reshard`, a layer's weights are gathered again for the backward pass.
     """
     share = (ranks - 1) / ranks
     if not sharded:

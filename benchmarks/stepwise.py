@@ -56,17 +56,7 @@ def make_trl(
     adapt: Callable[[Any], Any] | None = None, callbacks: Sequence[TrainerCallback] = (),
     tools: Sequence[Callable[..., str]] = (), **settings: Any,
 ) -> Any:  # fmt: skip
-    """Create TRL's GRPOTrainer.
-
-    Args:
-        path: Folder of the model.
-        rewards: The reward function or functions.
-        rows: The training rows.
-        adapt: Changes the trainer.
-        callbacks: Its callbacks.
-        tools: Functions that the model may call.
-        settings: Settings of TRL's GRPOConfig besides those that prevent stopping, logging and saving.
-    """
+    """Create TRL's GRPOTrainer, changed by `adapt`. It does not stop, log or save unless `settings` say so."""
     import trl
     from datasets import Dataset
 

@@ -22,14 +22,7 @@ ENVIRONMENT = {
 
 
 class VLLMServer:
-    """A server at `url`, started at once; it answers about a minute later.
-
-    Args:
-        model: A folder in the format of transformers.
-        max_model_len: Maximum number of tokens of a prompt and its completion.
-        options: More options of the server.
-        environment: Additional environment variables.
-    """
+    """A server of the model in a folder, at `url`, started at once; it answers about a minute later."""
 
     def __init__(self, model: str | Path, max_model_len: int = 512, options: str = "", **environment: str):
         with socket.create_server(("127.0.0.1", 0)) as free:

@@ -1,10 +1,9 @@
-"""What the site needs besides mkdocs: links out of docs/, the notebook as a page, and names that are loaded lazily.
+"""Hooks of the site: links out of docs/, the notebook as a page, and names that are loaded lazily.
 
-Pages link to files of the repository, such as ../CONTRIBUTING.md or ../kernels/head.py, which is right where the
-repository is browsed. The site has no address of a repository, so it shows these files itself, below repository/:
-Markdown as pages, Python and the like as pages of code, folders as lists of their files, pictures and data as they are.
-A link to something that is not there, and a public name that no page of the API reference documents, are warnings,
-which fail a strict build.
+Pages link to files of the repository, such as ../CONTRIBUTING.md or ../kernels/head.py. The site has no address of a
+repository, so it shows these files itself, below repository/: Markdown as pages, Python and the like as pages of code,
+folders as lists of their files, pictures and data unchanged. A broken link, and a public name without a page in the
+API reference, are warnings, which fail a strict build.
 """
 
 import ast
@@ -32,16 +31,11 @@ PUBLIC = (  # modules below fastgrpo whose names the API reference has
     "", "config", "data", "loss", "rewards", "rollout", "rollout.backend", "trainer", "evaluation.estimators",
     "evaluation.heldout", "integrations.liger", "integrations.trl", "integrations.verl",
 )  # fmt: skip
-HIDDEN = "---\nsearch: {exclude: true}\n---\n"  # prose shall be found, not each of the lines of the sources
+HIDDEN = "---\nsearch: {exclude: true}\n---\n"  # the search finds prose, not lines of sources
 
 
 def site_uri(path: Path, root: Path) -> str:
-    """Return where the site keeps a file or folder of the repository, as a path below docs/.
-
-    Args:
-        path: The file or folder.
-        root: The top of the repository.
-    """
+    """Return where the site keeps a file or folder of the repository, as a path below docs/."""
     name = path.relative_to(root).as_posix()
     uri = name.removeprefix("docs/") if name.startswith("docs/") else f"repository/{name}"
     if path.suffix == ".ipynb":
@@ -50,12 +44,7 @@ def site_uri(path: Path, root: Path) -> str:
 
 
 def text_of(path: Path, root: Path) -> str | None:
-    """Return the Markdown that shows a file or folder, or None for one that the site keeps as it is.
-
-    Args:
-        path: The file or folder.
-        root: The top of the repository.
-    """
+    """Return the Markdown that shows a file or folder, or None for a file that the site copies."""
     if path.suffix == ".md":
         return path.read_text()
     if path.suffix == ".ipynb":
@@ -83,13 +72,7 @@ def _cells(notebook: dict) -> Iterator[str]:
 
 
 def links(text: str, path: Path, root: Path) -> Iterator[tuple[re.Match, Path]]:
-    """Yield the links of a page to other files of the repository, each with the file or folder that it leads to.
-
-    Args:
-        text: The page's Markdown.
-        path: Its file.
-        root: The top of the repository.
-    """
+    """Yield the links of a page, the Markdown of `path`, to other files of the repository, each with its target."""
     for link in LINK.finditer(text):
         if link["path"]:
             target = Path(os.path.normpath(path.parent / link["path"]))
@@ -100,15 +83,7 @@ def links(text: str, path: Path, root: Path) -> Iterator[tuple[re.Match, Path]]:
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add what pages link to, and what that links to.
-
-    Args:
-        files: The files below docs/.
-        config: The site's configuration.
-
-    Returns:
-        The same files and the added ones.
-    """
+    """Add the targets of links, and the targets of their links."""
     docs = Path(config.docs_dir)
     root = docs.parent
     waiting = [Path(file.abs_src_path) for file in files.documentation_pages()]
@@ -128,17 +103,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn a page's links to files of the repository into links to where the site keeps them.
-
-    Args:
-        markdown: The page's text.
-        page: The page.
-        config: The site's configuration.
-        files: All files of the site.
-
-    Returns:
-        The text with other links.
-    """
+    """Turn a page's links to files of the repository into links to their pages on the site."""
     root = Path(config.docs_dir).parent
     path = getattr(page.file, "source", None) or Path(page.file.abs_src_path)
     if path.suffix not in (".md", ".ipynb"):
@@ -152,16 +117,10 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 class Names(griffe.Extension):
-    """Shows griffe, which reads the source alone, the names that packages load on first use, and the kernels."""
+    """Shows griffe, which reads only the source, the names that packages load on first use, and the kernels."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
-        """Add what a package has when it is imported.
-
-        Args:
-            pkg: The package that was loaded.
-            loader: What loaded it.
-            kwargs: Of other versions of griffe.
-        """
+        """Add the names that a package has after its import. `kwargs` are those of other versions of griffe."""
         if pkg.path == "fastgrpo":
             _add_kernels(pkg, loader)
             _add_lazy_names(pkg)
@@ -194,13 +153,7 @@ def _add_lazy_names(module):
 
 
 def on_env(env: Any, *, config: MkDocsConfig, files: Files) -> None:
-    """Warn of public names that the API reference does not document.
-
-    Args:
-        env: Of the templates.
-        config: The site's configuration.
-        files: All files of the site.
-    """
+    """Warn of public names that the API reference does not document."""
     handlers = config.plugins["mkdocstrings"].handlers
     package = handlers.get_handler("python")._modules_collection.members.get("fastgrpo")
     for name in [] if package is None else public_names(package):  # None: no page has a part of the reference
@@ -211,11 +164,8 @@ def on_env(env: Any, *, config: MkDocsConfig, files: Files) -> None:
 def public_names(package: griffe.Module) -> Iterator[str]:
     """Yield the public names of the package, with the modules that people import them from.
 
-    These are what the modules of `PUBLIC` export, or define where they have no list of exports, and the operations of
-    kernels/: the functions of which kernels/reference.py has the specification.
-
-    Args:
-        package: The package as griffe has read it.
+    These are the exports of the modules in `PUBLIC`, or their definitions without a list of exports, and the functions
+    of kernels/ that kernels/reference.py specifies.
     """
     for path in PUBLIC:
         module = package[path] if path else package

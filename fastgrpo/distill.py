@@ -122,10 +122,7 @@ def chosen_rows(rows: Rows, config: DistillConfig) -> Rows:
 
 
 def repetition(ids: Sequence[int], length: int) -> float:
-    """Measure the repetition of a completion.
-
-    repetition = 1 - (distinct n-grams of `length` tokens) / (n-grams of `length` tokens)
-    """
+    """Measure repetition = 1 - (distinct n-grams of `length` tokens) / (n-grams of `length` tokens)."""
     runs = [tuple(ids[i : i + length]) for i in range(len(ids) - length + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 

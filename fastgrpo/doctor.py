@@ -203,10 +203,7 @@ def judges_to_come(config: TrainConfig, device: torch.device) -> int:
 
 
 def doctor(argv: list[str]) -> int:
-    """Print the machine, with --model the memory plan, and with --check the checks of the kernels.
-
-    Only rank 0 prints.
-    """
+    """On rank 0, print the machine, with --model the memory plan, and with --check the checks of the kernels."""
     if {"-h", "--help"} & {*argv}:
         print(help_page(DoctorFlags, {}, "python -m fastgrpo.doctor", __doc__, everything=True))
         return 0

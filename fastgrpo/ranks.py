@@ -45,22 +45,15 @@ _failed = False  # whether this process ends with an error
 
 
 class RankLost(RuntimeError):
-    """Another rank failed, died, or did not join an exchange in time.
-
-    Attributes:
-        is_root: True if no rank has reported an error, so torchrun should show this one.
-    """
+    """Another rank failed, died, or did not join an exchange in time."""
 
     def __init__(self, text: str, is_root: bool = False) -> None:
         super().__init__(text)
-        self.is_root = is_root
+        self.is_root = is_root  # True if no rank has reported an error, so torchrun should show this one
 
 
 class Ranks:
-    """The ranks of a run.
-
-    All ranks must call each method that exchanges data, in the same order.
-    """
+    """The ranks of a run. All of them must call each method that exchanges data, in the same order."""
 
     def __init__(
         self,
@@ -190,10 +183,7 @@ def _buckets(tensors):
 
 
 def apart(ranks: Ranks, name: str, timeout: float) -> Ranks:
-    """Return the same ranks with another group, for exchanges of a second thread.
-
-    All ranks must call this, in the main thread.
-    """
+    """Return the ranks with another group for a second thread. All ranks must call this in the main thread."""
     if ranks.size == 1:
         return ranks
     with ranks.waiting(f"the group for the {name}"):

@@ -127,25 +127,15 @@ def dot_rows(h_ptr, h_stride, rows, w_ptr, w_stride, cols, depth, even_k: tl.con
 
 
 class Head(NamedTuple):
-    """Common inputs of all launches of the head's kernels.
+    """Common inputs of all launches of the head's kernels."""
 
-    Attributes:
-        hidden: [N, D] bf16.
-        weight: [V, D] in the dtype of hidden.
-        bias: [V] or None.
-        targets: [N] int64, ids of the vocabulary.
-        temperature: T of all rows, used if `temperatures` is None; 1 / T after `checked`.
-        temperatures: [N] T of each row, or None; 1 / T in fp32 after `checked`.
-        softcap: Cap of the logits, cap tanh(z / cap), or None.
-    """
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    targets: torch.Tensor
-    temperature: float
-    temperatures: torch.Tensor | None
-    softcap: float | None
+    hidden: torch.Tensor  # [N, D] bf16
+    weight: torch.Tensor  # [V, D] in the dtype of hidden
+    bias: torch.Tensor | None  # [V]
+    targets: torch.Tensor  # [N] int64, ids of the vocabulary
+    temperature: float  # T of all rows, used if `temperatures` is None; 1 / T after `checked`
+    temperatures: torch.Tensor | None  # [N] T of each row; 1 / T in fp32 after `checked`
+    softcap: float | None  # cap of the logits, cap tanh(z / cap)
 
     def checked(self) -> "Head":
         """Check all shapes, and return the head with contiguous rows, and with 1 / T instead of T."""
@@ -205,10 +195,7 @@ def _grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
 def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr, bias_ptr, inv_t,
                   inv_t_ptr, cap, SUM: tl.constexpr, ENTROPY: tl.constexpr, LOGS: tl.constexpr,
                   BLOCK_N: tl.constexpr):  # fmt: skip
-    """Compute (stored tile, sum_v E, sum_v E x2) from a tile of products; the sums exclude the target's column.
-
-    The stored tile is E, or x2 with LOGS.
-    """
+    """Compute (E, or x2 with LOGS; sum_v E; sum_v E x2) of a tile of products. The sums exclude the target's column."""
     first = block_n * BLOCK_N
     row_ok = rows < n_rows
     y = acc
@@ -519,26 +506,17 @@ def online_fwd(head: Head, flags: Tensor, entropy: bool = False) -> tuple[Tensor
 
 
 class RowStats(NamedTuple):
-    """Results of the forward for each token. Each field is one row of a [7, N] fp32 tensor.
+    """Results of the forward for each token. Each field is one row of a [7, N] fp32 tensor."""
 
-    Attributes:
-        logp: Log-prob of the target.
-        entropy: Entropy of the row's distribution, in nats.
-        anchor: a, in the unit of y: E = exp((y - a) / T).
-        slope: -1 / (T sum_v E), the factor from a gradient of logp to v.
-        patch: The entry of E at the target for the backward: minus the sum of E over the other tokens, times the slope
-            of the soft-cap at the target.
-        mass: exp((y_t - a) / T), times the slope of the soft-cap at the target.
-        norm: sum_v E.
-    """
-
-    logp: torch.Tensor
-    entropy: torch.Tensor
-    anchor: torch.Tensor
-    slope: torch.Tensor
+    logp: torch.Tensor  # of the target
+    entropy: torch.Tensor  # of the row's distribution, in nats
+    anchor: torch.Tensor  # a, in the unit of y: E = exp((y - a) / T)
+    slope: torch.Tensor  # -1 / (T sum_v E), the factor from a gradient of logp to v
+    # The entry of E at the target for the backward: minus the sum of E over the other tokens, times the slope of the
+    # soft-cap at the target.
     patch: torch.Tensor
-    mass: torch.Tensor
-    norm: torch.Tensor
+    mass: torch.Tensor  # exp((y_t - a) / T), times the slope of the soft-cap at the target
+    norm: torch.Tensor  # sum_v E
 
     def normalized(self) -> "RowStats":
         """Return the stats with the log-sum-exp as the anchor: E is then the probability, and norm is 1."""
@@ -617,10 +595,7 @@ def _finish_fwd_kernel(out_ptr, target_y_ptr, total_ptr, entropy_ptr, split_max_
 @triton.jit(**ROWS_VARY)
 def _entropy_bwd_kernel(e_ptr, e_stride, out_ptr, out_stride, target_ptr, patch_ptr, g_ptr, h_ptr, norm_ptr,
                         entropy_ptr, vocab, BLOCK: tl.constexpr):  # fmt: skip
-    """Write E (g + h (log p + H)) with log p = ln E - ln norm from log2 E, and patch the target's entry.
-
-    out may use the memory of log2 E.
-    """
+    """Write E (g + h (log p + H)), log p = ln E - ln norm, from log2 E, maybe in place; patch the target's entry."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     h = tl.load(h_ptr + row)

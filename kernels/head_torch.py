@@ -154,18 +154,12 @@ class Vocabulary(NamedTuple):
     """The shard of the vocabulary on this process.
 
     Targets are ids of the full vocabulary, and per-row values are equal on all ranks.
-
-    Attributes:
-        first: Id of the first entry of the shard.
-        total: Number of entries over all ranks.
-        largest: Number of entries of the largest shard.
-        group: The process group of the shards, in rank order. None if this process has all entries.
     """
 
-    first: int
-    total: int
-    largest: int
-    group: dist.ProcessGroup | None
+    first: int  # id of the first entry of the shard
+    total: int  # number of entries over all ranks
+    largest: int  # number of entries of the largest shard
+    group: dist.ProcessGroup | None  # of the shards, in rank order; None if this process has all entries
 
     @classmethod
     def of(cls, weight: torch.Tensor, group: dist.ProcessGroup | None) -> "Vocabulary":
@@ -269,17 +263,11 @@ def logit_gradient_(
 
 
 class ReferenceHead(NamedTuple):
-    """The reference's states and head. Its logits get the policy's soft-cap and temperature. No field carries gradient.
+    """The reference's states and head, without gradient. Its logits get the policy's soft-cap and temperature."""
 
-    Attributes:
-        hidden: [N, R], the reference's state at each token of the batch.
-        weight: [V, R].
-        bias: [V] or None.
-    """
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    hidden: torch.Tensor  # [N, R], the state at each token of the batch
+    weight: torch.Tensor  # [V, R]
+    bias: torch.Tensor | None  # [V]
 
 
 def full_kl(probs: torch.Tensor, ref_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -310,19 +298,12 @@ ROUNDING = 1 - 2**-10  # factor of tau, so that sums rounded to fp32 do not exce
 
 
 class Bounded(NamedTuple):
-    """The gradient of a chunk by its logits, over the kept columns.
+    """The gradient of a chunk by its logits, over the kept columns."""
 
-    Attributes:
-        dz: [n, K] in the order of `columns`; None if too many columns are kept, and the exact path must be used.
-        columns: [K] int64, increasing.
-        kept: Scalar, the kept share of the vocabulary, over all ranks.
-        dropped: [n] the dropped mass of each row, as a share of m_n = 1 - p_nt; at most tau.
-    """
-
-    dz: torch.Tensor | None
-    columns: torch.Tensor | None
-    kept: torch.Tensor
-    dropped: torch.Tensor
+    dz: torch.Tensor | None  # [n, K] in the order of `columns`; None: too many are kept, so use the exact path
+    columns: torch.Tensor | None  # [K] int64, increasing
+    kept: torch.Tensor  # scalar, the kept share of the vocabulary, over all ranks
+    dropped: torch.Tensor  # [n] the dropped mass of each row, as a share of m_n = 1 - p_nt; at most tau
 
 
 def bounded_gradient(
@@ -705,10 +686,7 @@ class LinearGRPO(torch.autograd.Function):
 
 
 def _chunks(logits, rows, size):
-    """Yield for each chunk its rows of the logits, its slice of the kept rows, and a copy of z = logits / T.
-
-    The copy is fp32, or fp64 for fp64 logits.
-    """
+    """Yield each chunk's rows of the logits, slice of the kept rows, and copy of z = logits / T in fp32 or fp64."""
     for part in row_slices(len(rows.targets), size):
         where = part if rows.index is None else rows.index[part]
         t = cut(rows.temperature, part)

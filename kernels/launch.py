@@ -51,21 +51,13 @@ DECODE_MEMBERS = 4 if INTERPRET else 1024  # lanes of prompts that decode attent
 
 
 class Blocks(NamedTuple):
-    """Block sizes of one launch.
+    """Block sizes of one launch."""
 
-    Attributes:
-        rows: Output rows per tile.
-        cols: Output columns per tile.
-        depth: Elements of the inner dimension per step of the product.
-        warps: Warps per program.
-        stages: Stages of the software pipeline.
-    """
-
-    rows: int
-    cols: int
-    depth: int
-    warps: int
-    stages: int
+    rows: int  # of the output, per tile
+    cols: int  # of the output, per tile
+    depth: int  # elements of the inner dimension per step of the product
+    warps: int  # per program
+    stages: int  # of the software pipeline
 
 
 def options(warps: int = 4, stages: int = 3) -> dict[str, Any]:
@@ -82,11 +74,7 @@ INTERPRETED_PROGRAMS = 3
 
 @triton.jit
 def log1p(x):
-    """Return log(1 + x) to full relative precision, for log-probs of confident tokens, which are about -x.
-
-    Args:
-        x: fp32 values, at least 0.
-    """
+    """Return log(1 + x) of fp32 x >= 0 to full relative precision, for log-probs of confident tokens, about -x."""
     series = x * (1.0 - x * (0.5 - x * (0.33333333 - x * 0.25)))
     return tl.where(x < 0.01, series, tl.log(1.0 + x))
 
@@ -192,10 +180,7 @@ def uses_descriptors(*matrices: torch.Tensor) -> bool:
 
 
 def sample_tile() -> int:
-    """Return the number of logits of a row per program of the sampler.
-
-    It is constant, so that a row draws the same token in any batch.
-    """
+    """Return the logits of a row per program of the sampler, a constant so that a draw does not depend on the batch."""
     return 32 if INTERPRET else 2048
 
 

@@ -76,36 +76,22 @@ def first_order(name: str) -> Callable[[Callable], Callable]:
 
 
 class PolicyRows(NamedTuple):
-    """The M kept tokens of a loss. No field carries gradient.
+    """The M kept tokens of a loss, without gradient. Floats are fp32, or fp64 for fp64 inputs."""
 
-    Attributes:
-        index: [M] int64, increasing: indices of the kept tokens among the N of the batch. None if all are kept.
-        targets: [M] int64 token ids.
-        temperature: A float, or [M].
-        advantages: [M] fp32 (fp64 for fp64 inputs, as all floats here).
-        weights: [M] fp32, with the mask and the whole aggregation.
-        old_logps: [M] log-probs under the policy that drew the tokens, or None if the ratio is 1.
-        ref_logps: [M] log-probs under the reference, or None without KL.
-        lengths: [S] int64 kept tokens of each sequence, or None for an objective per token.
-        sampler_logps: [M] log-probs that the sampler reported, NaN where it reported none, or None.
-        entropy_weights: [M] weights of the entropy bonus, including its coefficient, or None.
-        active: [M] bool, True for tokens that carry gradient; None if all do. Inactive tokens hold finite dummies,
-            weight 0, and hidden states that must not be read.
-        host_lengths: `lengths` as a tuple, if known on the host without a sync; else None.
-    """
-
-    index: torch.Tensor | None
-    targets: torch.Tensor
-    temperature: float | torch.Tensor
-    advantages: torch.Tensor
-    weights: torch.Tensor
-    old_logps: torch.Tensor | None
-    ref_logps: torch.Tensor | None
-    lengths: torch.Tensor | None
-    sampler_logps: torch.Tensor | None = None
-    entropy_weights: torch.Tensor | None = None
+    index: torch.Tensor | None  # [M] int64, increasing: indices among the N tokens of the batch; None if all are kept
+    targets: torch.Tensor  # [M] int64 token ids
+    temperature: float | torch.Tensor  # a float, or [M]
+    advantages: torch.Tensor  # [M]
+    weights: torch.Tensor  # [M], with the mask and the whole aggregation
+    old_logps: torch.Tensor | None  # [M], under the policy that drew the tokens; None if the ratio is 1
+    ref_logps: torch.Tensor | None  # [M], under the reference; None without KL
+    lengths: torch.Tensor | None  # [S] int64 kept tokens of each sequence; None for an objective per token
+    sampler_logps: torch.Tensor | None = None  # [M], reported by the sampler, NaN where it reported none
+    entropy_weights: torch.Tensor | None = None  # [M], of the entropy bonus, including its coefficient
+    # [M] bool, True for tokens that carry gradient; None if all do. Inactive tokens hold finite dummies, weight 0, and
+    # hidden states that must not be read.
     active: torch.Tensor | None = None
-    host_lengths: tuple[int, ...] | None = None
+    host_lengths: tuple[int, ...] | None = None  # `lengths`, if known on the host without a sync
 
     def cut(self, part: slice, sequences: slice) -> "PolicyRows":
         """Return the tokens of one chunk."""
@@ -135,12 +121,10 @@ def policy_parts(
 ) -> tuple[list[tuple[slice, slice]], tuple | None]:  # fmt: skip
     """Choose the chunks of a fused loss, and compute the policy loss first if chunks would split sequences.
 
-    A sequence-level factor (`rows.lengths` is given) needs the log-probs of all tokens of the sequence, so chunks then
-    end where sequences end. If a sequence is longer than a chunk, or the lengths are only on the device, a forward-only
-    pass over all tokens precedes the chunks.
-
-    `slices` are the chunks for an objective per token, and `forward_only` computes the log-probs [M] of all kept
-    tokens. Returns the chunks, and the results of `policy_loss_fwd` over all tokens, or None if it has not run.
+    A sequence-level factor (`rows.lengths` is given) needs all log-probs of the sequence, so chunks then end where
+    sequences end. If a sequence is longer than a chunk, or the lengths are only on the device, `forward_only` computes
+    the log-probs [M] of all kept tokens before the chunks. `slices` are the chunks for an objective per token. Returns
+    the chunks, and the results of `policy_loss_fwd` over all tokens, or None if it has not run.
     """
     parts = [(part, slice(None)) for part in slices]
     if rows.lengths is None or len(parts) == 1:

@@ -48,10 +48,7 @@ def load_tile(z_ptr, tile, vocab, TILE: tl.constexpr):
 
 @triton.jit
 def row_masses(top_ptr, total_ptr, kept_ptr, row, n_tiles, scale, TILES: tl.constexpr):
-    """Return a row's tile maxima, its maximum, its tile masses and the kept masses of its tiles.
-
-    kept_ptr is None without a filter.
-    """
+    """Return a row's tile maxima, maximum, tile masses and kept tile masses. Without a filter, kept_ptr is None."""
     tiles = tl.arange(0, TILES)
     places, there = row * n_tiles + tiles, tiles < n_tiles
     tops = tl.load(top_ptr + places, mask=there, other=float("-inf"))

@@ -42,10 +42,8 @@ def first_steps(
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
     """Return loss and gradient norm of fastgrpo's and each trainer's first step on the same completions.
 
-    Also return the errors of the trainers that failed.
-
-    Raises:
-        ValueError: They differ by more than `AGREE`, and by more than `ROUNDING`.
+    Also return the errors of the trainers that failed. ValueError is raised for values that differ by more than `AGREE`
+    and by more than `ROUNDING`.
     """
     found, failed = {}, {}
     with tempfile.TemporaryDirectory() as folder:

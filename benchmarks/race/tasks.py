@@ -38,41 +38,23 @@ WRITTEN_CALLS = {  # how TRL and fastgrpo read the calls of the calculator's mod
 
 
 class RaceTask(NamedTuple):
-    """A task of the race.
+    """A task of the race."""
 
-    Attributes:
-        title: Model and prompts, for pictures.
-        make_model: Saves the model of a seed with its tokenizer to a folder.
-        rows: Returns the training rows of a seed, and the held-out rows.
-        rewards: The reward functions; a completion is right if the first one gives 1.
-        prompts: Prompts of a step.
-        updates: Updates per step, each on a part of its groups.
-        settings: Settings in the names that the trainers share.
-        steps: Steps of a run.
-        every: Steps between two measurements of the accuracy.
-        target: The accuracy to reach.
-        limit: Seconds of training after which a run ends.
-        trl_batch: TRL's per_device_train_batch_size. None means all completions of an update.
-        tools: Functions that the model may call.
-        ends: Whether a run ends when the target is measured.
-        seeds: Runs of each contestant.
-    """
-
-    title: str
-    make_model: Callable[[Path, int], None]
-    rows: Callable[[int], tuple[list[dict[str, Any]], list[dict[str, Any]]]]
-    rewards: list[Callable[..., list[float]]]
-    prompts: int
-    updates: int
-    settings: dict[str, Any]
-    steps: int
-    every: int
-    target: float
-    limit: float
-    trl_batch: int | None = None
-    tools: Sequence[Callable[..., str]] = ()
-    ends: bool = False
-    seeds: int = 3
+    title: str  # model and prompts, for pictures
+    make_model: Callable[[Path, int], None]  # saves the model of a seed with its tokenizer to a folder
+    rows: Callable[[int], tuple[list[dict[str, Any]], list[dict[str, Any]]]]  # training rows of a seed, held-out rows
+    rewards: list[Callable[..., list[float]]]  # a completion is right if the first one gives 1
+    prompts: int  # of a step
+    updates: int  # per step, each on a part of its groups
+    settings: dict[str, Any]  # in the names that the trainers share
+    steps: int  # of a run
+    every: int  # steps between two measurements of the accuracy
+    target: float  # the accuracy to reach
+    limit: float  # seconds of training after which a run ends
+    trl_batch: int | None = None  # TRL's per_device_train_batch_size; None: all completions of an update
+    tools: Sequence[Callable[..., str]] = ()  # functions that the model may call
+    ends: bool = False  # whether a run ends when the target is measured
+    seeds: int = 3  # runs of each contestant
 
 
 def warm_start(task: ModuleType, folder: Path, seed: int) -> None:

@@ -28,7 +28,7 @@ A resumed run must have the settings of the original run, with two exceptions:
 - These settings can change: {free}.
 - These can change too, but a warning says that the run is then not bit-identical to an uninterrupted one: {inexact}.
 """
-# Settings of which only some values can change on resume, and what can change.
+# Settings that can change on resume in part -> the possible change.
 BY_VALUE = {
     "rollout_backend": "`rollout_backend` between auto, fast and eager",
     "ref_storage": "`ref_storage` between None and cpu",

@@ -36,13 +36,9 @@ class Settings:
 
 
 class TrainingConfig(Settings):
-    """Properties of settings that a trainer needs.
+    """Properties of settings that a trainer needs."""
 
-    Attributes:
-        command: The command of the package. A resumed run needs the same one.
-    """
-
-    command: ClassVar[str]
+    command: ClassVar[str]  # the command of the package; a resumed run needs the same one
 
     @property
     @abstractmethod

@@ -82,11 +82,9 @@ class Dialogue(Protocol):
     environment: Any
 
     def answer(self, ids: list[int], room: int) -> "Future[Turn]":
-        """Begin to answer a turn, and return at once.
+        """Begin to answer the turn `ids`, with its stop token, and return at once.
 
-        Args:
-            ids: The tokens of the turn, with its stop token.
-            room: Maximum number of tokens of the answer, so that one more can be drawn.
+        The answer has at most `room` tokens, so that one more can be drawn.
         """
 
     def close(self, reason: StopReason) -> None:
@@ -197,41 +195,27 @@ def with_text(sample: Sample, prompt: Prompt, tokenizer: Any) -> Sample:
 
 @dataclass(frozen=True)
 class Batch:
-    """A packed micro-batch on the device, with its tokens in the order of `PackedAttention`.
+    """A packed micro-batch on the device: S samples with M drawn tokens, as N inputs in the order of `PackedAttention`.
 
-    Attributes:
-        input_ids: [N] int64.
-        position_ids: [N] int64.
-        lengths: Tokens of each packed sequence, on the host; they add up to N.
-        branches: For each prompt that several samples share, the lengths of its branches in tokens, on the host.
-        rows: [M] int64. Index of the hidden state, among the N tokens, that predicts each drawn token. Samples
-            that share a prompt share the state that predicts their first tokens.
-        targets: [M] int64 drawn tokens.
-        cu_seqlens: [S+1] int64 on the host. Start of each sample among the M drawn tokens, and the end of the last
-            one.
-        advantages: [S] fp32, or [M] if they differ between the tokens of a sample.
-        weights: [M] fp32 weights of the tokens in the objective, or None.
-        entropy_weights: [M] fp32 weights of the tokens in the entropy bonus, or None.
-        old_logps: [M] fp32 log-probs under the policy before the update, or None.
-        ref_logps: [M] fp32 log-probs under the reference, or None.
-        sampler_logps: [M] fp32 log-probs under the sampling distribution, or None.
-        rollout_logps: [M] fp32 log-probs under the policy, computed by the rollout, or None.
+    Floating point tensors are fp32.
     """
 
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    lengths: list[int]
-    branches: list[list[int]]
+    input_ids: torch.Tensor  # [N] int64
+    position_ids: torch.Tensor  # [N] int64
+    lengths: list[int]  # tokens of each packed sequence; they add up to N
+    branches: list[list[int]]  # for each prompt that several samples share, the lengths of its branches in tokens
+    # [M] int64: among the N tokens, the index of the hidden state that predicts each drawn token. Samples that share a
+    # prompt share the state that predicts their first tokens.
     rows: torch.Tensor
-    targets: torch.Tensor
-    cu_seqlens: torch.Tensor
-    advantages: torch.Tensor
-    weights: torch.Tensor | None
-    entropy_weights: torch.Tensor | None
-    old_logps: torch.Tensor | None
-    ref_logps: torch.Tensor | None
-    sampler_logps: torch.Tensor | None
-    rollout_logps: torch.Tensor | None
+    targets: torch.Tensor  # [M] int64 drawn tokens
+    cu_seqlens: torch.Tensor  # [S+1] int64 on the host: the start of each sample among the M tokens, and the last end
+    advantages: torch.Tensor  # [S], or [M] if they differ between the tokens of a sample
+    weights: torch.Tensor | None  # [M], of the tokens in the objective
+    entropy_weights: torch.Tensor | None  # [M], of the tokens in the entropy bonus
+    old_logps: torch.Tensor | None  # [M], under the policy before the update
+    ref_logps: torch.Tensor | None  # [M], under the reference
+    sampler_logps: torch.Tensor | None  # [M], under the sampling distribution
+    rollout_logps: torch.Tensor | None  # [M], under the policy, computed by the rollout
 
     @classmethod
     def pack(cls, samples: Sequence[Sample], device: torch.device | str, share_prompt: bool = True) -> "Batch":

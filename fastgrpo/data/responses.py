@@ -197,10 +197,7 @@ def _parameters(name, tools):
 
 
 def _typed(value, schema):
-    """Convert an argument given as text to the type in its schema.
-
-    Chat templates write booleans as in Python, so models do too.
-    """
+    """Convert an argument given as text to the type in its schema. Booleans are Python's, as in chat templates."""
     types = schema.get("type", "string")
     if types == "string" or "string" in types:
         return value

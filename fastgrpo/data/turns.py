@@ -36,22 +36,15 @@ BUNDLED = sorted((Path(__file__).parent / "chat_templates").glob("*.jinja"))
 class TurnBuilder:
     """Tokenizes prompts and answers of tools, and parses drawn turns. Methods may be called from any thread.
 
-    Args:
-        tools: JSON schemas of the tools, as from `transformers.utils.get_json_schema`.
-        template_kwargs: Keyword arguments of the chat template.
-        stop_token_ids: Tokens that end a turn. Default: the tokenizer's eos token.
-
-    Attributes:
-        chat_template: The bundled chat template that replaces the tokenizer's own, or None.
-        template_kwargs: Arguments of `to_prompt` for the same prompts as `prompt`.
+    `chat_template` is the bundled one that replaces the tokenizer's own, or None.
     """
 
     def __init__(
         self,
         tokenizer: "PreTrainedTokenizerBase",
-        tools: Sequence[Mapping] = (),
+        tools: Sequence[Mapping] = (),  # JSON schemas, as from `transformers.utils.get_json_schema`
         template_kwargs: Mapping[str, Any] | None = None,
-        stop_token_ids: Sequence[int] = (),
+        stop_token_ids: Sequence[int] = (),  # tokens that end a turn; empty: the tokenizer's eos token
     ):
         self._tokenizer, self._tools, self._lock = tokenizer, [*map(dict, tools)], threading.RLock()
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -82,6 +75,7 @@ class TurnBuilder:
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
+        """Arguments of `to_prompt` for the same prompts as `prompt`."""
         return self._template.kwargs
 
     def prompt(self, messages: list[dict]) -> list[int]:

@@ -81,7 +81,7 @@ class _Check:
         return self.found
 
     def differ(self, first, others, text):
-        """Return whether a dialogue differs from the first one, and tell where."""
+        """Return whether a dialogue differs from the first one, and report where."""
         for other in others:
             for before, now in zip(first, other, strict=False):
                 if before != now:
@@ -90,7 +90,7 @@ class _Check:
         return False
 
     def dialogues(self, environments: Environments, count: int) -> list[list]:
-        """Run dialogues in turns. Return what each tells: its prompt, its answers, the reason, and the reward."""
+        """Run dialogues in turns. Return the prompt, the answers, the reason and the reward of each."""
         episodes = environments.start([self.row] * count, [0] * count)
         if errors := [episode.error for episode in episodes if episode.failed]:
             self.tell(f"reset() fails: {errors[0]}")
@@ -156,13 +156,8 @@ def check_environment(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the problems: the name of the environment, "warning" or "note", and a text.
 
-    A call that fails is a note, because a tool may refuse made-up arguments.
-
-    Args:
-        factory: Makes an environment; or a dict of factories; or None.
-        tools: Functions that the model may call.
-        row: A row of the data set, for `reset`.
-        timeout: Time limit of a reset and of each call in seconds.
+    A call that fails is a note, because a tool may refuse made-up arguments. `row`, a row of the data set, is for
+    `reset`. The other arguments are those of `Environments`.
     """
     row = {"prompt": [{"role": "user", "content": ""}], **(row or {})}
     for name, make in (factory if isinstance(factory, Mapping) else {None: factory}).items():

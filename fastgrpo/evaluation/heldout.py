@@ -30,7 +30,7 @@ from fastgrpo.rollout.backend import RolloutBackend, draw_groups
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.tools.prompts import Prompts
 
-HELD_OUT = -1  # stands for the step in the seeds of environments
+HELD_OUT = -1  # the step in the seeds of environments
 
 
 def load_sampler(
@@ -224,10 +224,7 @@ def _right(completion):
 
 
 def _measure(judged: Judged, rewards, draws, prefix, means):
-    """Add rewards, format rate, lengths, truncations and logged metrics of completions, under `prefix`.
-
-    Failures become notes.
-    """
+    """Add rewards, format rate, lengths, truncations and logged metrics under `prefix`. Failures become notes."""
     completions, per_function = judged.completions, reward_matrix(judged.completions)
     for name, count in judged.errors.items():
         means.values[f"{prefix}rewards/{name}/errors"] = count

@@ -7,10 +7,7 @@ class LoadPolicy:
     """Methods that vLLM adds to its workers, for `/collective_rpc`."""
 
     def load_policy(self, path: str) -> None:
-        """Load weights from a folder.
-
-        On a CPU, `reload_weights` of vLLM 0.32 does not pack the weight of a tied head again.
-        """
+        """Load weights from a folder. On a CPU, `reload_weights` of vLLM 0.32 does not pack a tied head again."""
         os.listdir(path)  # raises before the old weights are freed
         self.model_runner.reload_weights(weights_path=path)
         head = getattr(self.model_runner.get_model(), "lm_head", None)

@@ -130,18 +130,9 @@ def process_advantages(
 
         A_it = sum of a_ij over the steps j of completion i with end_ij >= t,   a_ij = (r_ij - mean) / (std + eps)
 
-    Mean and deviation are taken over all step rewards of the group. Token t is counted from 1. The reward of a step
-    applies to its own tokens and all earlier ones. Tokens after the last step get 0.
-
-    Args:
-        steps: [S] sequences of (end, reward) pairs, maybe empty. The ends, in tokens, increase.
-        lengths: [S] tokens of each completion.
-        group_size: As in `group_advantages`.
-        scale: As in `group_advantages`.
-        eps: As in `group_advantages`.
-
-    Returns:
-        [T_i] fp64 advantages for each completion. A group of equal step rewards gets exact zeros.
+    Mean and deviation are taken over all step rewards of the group. `steps` has a sequence, maybe empty, of pairs (end,
+    reward) for each completion, and `lengths` its tokens. The result has [T_i] fp64 for each; equal rewards give exact
+    zeros. Token t is counted from 1, and the ends increase. The other arguments are those of `group_advantages`.
     """
     for i, (of_one, length) in enumerate(zip(steps, lengths, strict=True)):
         ends = [end for end, _ in of_one]

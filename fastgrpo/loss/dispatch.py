@@ -112,12 +112,11 @@ def select(
     rows: PolicyRows, head: Sequence[torch.Tensor | None] = (), objective: Objective | None = None, *,
     by_name: bool = False, check: bool = True, **options: Any,
 ) -> tuple[Callable[..., Loss], PolicyRows]:  # fmt: skip
-    """Choose the kernel of an operation if it passes the self-check, else plain PyTorch.
+    """Return an operation's kernel if it passes the self-check, else the one in plain PyTorch, and its rows.
 
-    `kernel` and `plain` map (states, rows, *head) to the loss and the values of the kept rows. The states are hidden
-    states [N, D], logits [N, V] or log-probs [N]. `by_name` means that the caller passed "triton": a failed check then
-    raises. Ranks that shard a vocabulary pass check=False, because they would have to fail together. `options` are
-    further compile-time options of the kernel. Returns the chosen function and its rows.
+    `kernel` and `plain` map (states, rows, *head) to the loss and the values of the kept rows; the states are hidden
+    states [N, D], logits [N, V] or log-probs [N], and `options` compile-time options. With `by_name` (the caller passed
+    "triton"), a failed check raises. Ranks that shard a vocabulary pass check=False: they would have to fail together.
     """
     if backend == "triton" and check and len(rows.targets) and not torch.compiler.is_compiling():
         gradient = any(needed(states, *head))

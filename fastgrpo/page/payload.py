@@ -80,7 +80,7 @@ def _run(run, color, points, budget):
 def _curves(run, points):
     """Thin the curves of a run. Returns axes, curves, and a note if any was thinned."""
     kept = {name: kept_of(values, points) for name, (_, values) in run.series.items()}
-    # The stages of a step are stacked, so all of them keep the same points: those of the whole step.
+    # The stages of a step are stacked, so all of them keep the points of the whole step.
     whole = run.series.get("step_time", ([], []))
     stages = [name for name in kept if name.startswith("time/") and run.series[name][0] == whole[0]]
     kept |= {name: kept["step_time"] for name in stages}

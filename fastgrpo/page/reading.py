@@ -20,25 +20,15 @@ VERSIONS = re.compile(r"^## Versions\n+((?:- .+\n?)+)", re.MULTILINE)  # in the 
 
 @dataclass(frozen=True)
 class Run:
-    """The content of a run folder.
-
-    Attributes:
-        folder: The folder.
-        name: Name of the run on the page, unique there.
-        config: The settings of config.json; empty if unreadable.
-        series: Steps and values of each metric by name, in the order of metrics.jsonl.
-        summary: The content of summary.json; empty for an unfinished run.
-        warnings: Step and text of each warning.
-        versions: Packages of the run, such as "torch 2.9"; empty without a checkpoint.
-    """
+    """The content of a run folder."""
 
     folder: Path
-    name: str
-    config: dict[str, Any]
-    series: dict[str, tuple[list[int], list[float]]]
-    summary: dict[str, Any]
-    warnings: list[dict[str, Any]]
-    versions: list[str]
+    name: str  # unique on the page
+    config: dict[str, Any]  # the settings of config.json; empty if unreadable
+    series: dict[str, tuple[list[int], list[float]]]  # steps and values by metric, in the order of metrics.jsonl
+    summary: dict[str, Any]  # the content of summary.json; empty for an unfinished run
+    warnings: list[dict[str, Any]]  # step and text of each
+    versions: list[str]  # packages, such as "torch 2.9"; empty without a checkpoint
 
     @property
     def last_step(self) -> int:

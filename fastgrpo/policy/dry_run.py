@@ -34,16 +34,10 @@ _PATCHING = Lock()  # held while launches are patched, so that two threads resto
 
 
 class DryRun(NamedTuple):
-    """The result of a dry run.
+    """The result of a dry run."""
 
-    Attributes:
-        obstacle: Why the engine does not support the model, as a predicate such as "has attention sinks"; None if it
-            does.
-        grouped: Whether the model uses grouped matrix products, as mixtures of experts do.
-    """
-
-    obstacle: str | None
-    grouped: bool
+    obstacle: str | None  # why the engine does not support the model, as a predicate such as "has attention sinks"
+    grouped: bool  # whether the model uses grouped matrix products, as mixtures of experts do
 
 
 def dry_run(model: PreTrainedModel) -> DryRun:

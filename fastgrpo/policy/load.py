@@ -338,10 +338,7 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
 
 
 def _check_generation_config(model):
-    """Repair an inconsistent generation config, or raise.
-
-    transformers loads such a config, but raises when it is saved with the first checkpoint.
-    """
+    """Repair an inconsistent generation config, or raise: transformers would raise when it saves a checkpoint."""
     config = model.generation_config
     try:
         if config is not None:

@@ -32,13 +32,10 @@ def narrow_window(config: PretrainedConfig) -> int | None:
 
 
 def padded_outputs(model: PreTrainedModel, batch: Batch, **more: Any) -> tuple[Any, torch.Tensor]:
-    """Run a packed batch with the model's own attention over padded sequences.
+    """Run a packed batch with the model's own attention over padded sequences, if packed attention does not support it.
 
-    Returns the outputs, and the index [N] of each packed token among their S * T tokens.
-
-    For models that packed attention does not support. The result is exact, since each token attends to its own sequence
-    only: the padding is on the right, where causal attention ignores it. It is slower, because padding is computed too,
-    and prompts once per completion.
+    Returns the outputs, and the index [N] of each packed token among their S * T tokens. The result is exact: padding
+    is on the right, where causal attention ignores it. It is slower: padding is computed, and prompts per completion.
     """
     spans = torch.arange(len(batch.input_ids)).split(batch.lengths)
     prompts, rest = spans[: len(batch.branches)], iter(spans[len(batch.branches) :])
@@ -81,21 +78,16 @@ def head_dim(config: PretrainedConfig) -> int:
 
 
 class Policy:
-    """A causal LM with the interface that the engine needs.
-
-    Args:
-        module: A transformers causal LM; `prepare` prepares one for training.
-        own_attention: Whether it is trained with its own attention over padded sequences, because packed attention does
-            not support it.
-        grouped: Whether it uses grouped matrix products, as mixtures of experts do. None without a dry run.
-    """
+    """A transformers causal LM with the interface that the engine needs; `prepare` makes one for training."""
 
     lockstep = False  # whether all ranks must run every forward and backward pass together, as with sharded weights
     offloads = False  # whether the inputs of recomputed layers are kept in pinned host memory
     _copy = staticmethod(torch.Tensor.copy_)  # copies a value into a weight
 
     def __init__(self, module: PreTrainedModel, own_attention: bool = False, grouped: bool | None = None):
-        self.module, self.own_attention, self.grouped = module, own_attention, grouped
+        self.module = module
+        self.own_attention = own_attention  # whether it needs its own attention, over padded sequences, not packed ones
+        self.grouped = grouped  # whether it uses grouped matrix products (mixtures of experts); None without a dry run
         self.softcap = getattr(self.shape, "final_logit_softcapping", None)
         self.scale = logit_scale(self.shape)  # of the logits; the states are multiplied by it
 

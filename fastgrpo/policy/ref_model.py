@@ -105,12 +105,10 @@ class Reference:
 
     @torch.no_grad()
     def states(self, batch: Batch) -> tuple[torch.Tensor, HeadWeights]:
-        """Compute the hidden states of one micro-batch, for the KL of the full distributions.
+        """Compute the states [M, D] of a micro-batch's completion tokens, and the head, for the KL of distributions.
 
-        Returns:
-            [M, D], one state per completion token, and the head, without gradient. Both are on the policy's device, and
-            stay valid while they are referenced, even for a copy in host memory. Within a pass of the sharded policy
-            with adapters off, the head is valid until the backward of that pass.
+        Both are on the policy's device, without gradient, and stay valid while they are referenced. Within a pass of
+        the sharded policy with adapters off, the head is valid until the backward of that pass.
         """
         # A sharded head stays gathered for the outermost pass.
         passes_away = self.policy.lockstep and not self.policy.inside
@@ -165,10 +163,7 @@ class FrozenCopy(Reference):
 
     @torch.no_grad()
     def sync(self, policy: Policy, alpha: float) -> None:
-        """Interpolate the weights towards the policy's (TR-DPO, arXiv 2404.09656).
-
-        reference = alpha policy + (1 - alpha) reference
-        """
+        """Set the weights to alpha policy + (1 - alpha) reference (TR-DPO, arXiv 2404.09656)."""
         theirs = policy.module.named_parameters() if self.policy.lockstep else policy.whole_parameters()
         mine = dict(self.policy.module.named_parameters())
         for name, value in theirs:  # each rank updates its own shards

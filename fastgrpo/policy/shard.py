@@ -124,22 +124,13 @@ def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Settings of the sharding.
+    """Settings of the sharding."""
 
-    Attributes:
-        mesh: One-dimensional mesh of the ranks.
-        device: Device of this rank.
-        dtype: Compute dtype.
-        reshard_after_forward: Whether a layer's gathered weights are freed after its forward pass.
-        cpu_offload: Whether the shards are in host memory.
-        ranks: The ranks.
-    """
-
-    mesh: DeviceMesh
-    device: torch.device
-    dtype: torch.dtype
-    reshard_after_forward: bool
-    cpu_offload: bool
+    mesh: DeviceMesh  # one-dimensional
+    device: torch.device  # of this rank
+    dtype: torch.dtype  # of the computation
+    reshard_after_forward: bool  # whether a layer's gathered weights are freed after its forward pass
+    cpu_offload: bool  # whether the shards are in host memory
     ranks: Ranks
 
     def apply(self, unit: torch.nn.Module, ignored: set[torch.nn.Parameter], root: bool = False) -> None:
@@ -254,10 +245,7 @@ class ShardedPolicy(Policy):
 
     @torch.no_grad()
     def alike(self, copy: Policy) -> "ShardedPolicy":
-        """Shard a copy of this policy in the same way, and copy the weights.
-
-        Each rank copies its own shards, without communication.
-        """
+        """Shard a copy of this policy in the same way; each rank copies its own shards, without communication."""
         sharded = ShardedPolicy(copy, self.layout)
         for part, mine in zip(sharded.module.parameters(), self.module.parameters(), strict=True):
             fill(part, mine)
@@ -265,10 +253,7 @@ class ShardedPolicy(Policy):
 
     @torch.no_grad()
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the sharded weights one by one, gathered, in the compute dtype.
-
-        All ranks must call this and exhaust the iterator.
-        """
+        """Yield the sharded weights one by one, gathered, in the compute dtype. All ranks must exhaust this."""
         self.layout.ranks.meet("whole weights")
         for unit, names in self.units:
             with self.layout.ranks.waiting("whole weights"):

@@ -12,9 +12,9 @@ The backward pass over either set needs only the merged output and log-sum-exp, 
 So every `AttentionKernel` returns its log-sum-exp, and its backward pass takes the output and the log-sum-exp of the
 whole softmax.
 
-On GPUs, FlashAttention reads packed tokens: PyTorch's, or that of an installed package (`FLASH`). Otherwise sequences
-of similar length share a bucket, padded to its longest (`PaddedAttention`). PyTorch's FlashAttention for CPUs computes
-a bucket, or plain matrix products, some queries at a time.
+On GPUs, FlashAttention (PyTorch's, or a package of `FLASH`) reads packed tokens. Otherwise sequences of similar length
+share a bucket, padded to its longest (`PaddedAttention`). PyTorch's FlashAttention for CPUs, or plain matrix products
+for some queries at a time, compute a bucket.
 
 Shapes: N packed query tokens, M packed key tokens, S sequences, H query heads, K key heads (H is a multiple of K),
 d head width. In a bucket, S counts only its sequences, with T padded queries and U padded keys each. A "place" is one
@@ -44,21 +44,13 @@ SPARE = 2**17  # plus this many scores, which cost about as much as another buck
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length, padded to the longest one. A padded place repeats the sequence's last token.
+    """Sequences of similar length, padded to the longest one. A padded place repeats the sequence's last token."""
 
-    Attributes:
-        size: S, the number of sequences.
-        queries: [S * T] int64. Index of the packed query at each place.
-        keys: [S * U] int64. Index of the packed key at each place.
-        unused: int64 places of padded queries, or None if there are none.
-        bias: [S, 1, 1, U] fp32, -inf at padded keys and 0 elsewhere, or None if no query attends to padding.
-    """
-
-    size: int
-    queries: torch.Tensor
-    keys: torch.Tensor
-    unused: torch.Tensor | None
-    bias: torch.Tensor | None
+    size: int  # S, the number of sequences
+    queries: torch.Tensor  # [S * T] int64: index of the packed query at each place
+    keys: torch.Tensor  # [S * U] int64: index of the packed key at each place
+    unused: torch.Tensor | None  # int64 places of padded queries; None if there are none
+    bias: torch.Tensor | None  # [S, 1, 1, U] fp32, -inf at padded keys, else 0; None if no query attends to padding
 
     def bias_in(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Cast the bias to the dtype of the queries."""

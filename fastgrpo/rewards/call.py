@@ -147,8 +147,8 @@ class Rewards:
     ) -> dict[str, list[tuple[int, Future]]]:
         """Start to judge completions in other processes. Return calls and their numbers of completions by function.
 
-        A plain function gets one completion per call, so the limit holds per completion. A function with the attribute
-        `group_wise = True` gets all in one call, with a multiple of the limit. Calls of an async function run
+        A plain function gets one completion per call, so the limit holds per completion. With the attribute
+        `group_wise = True`, it gets all in one call, with a multiple of the limit. Calls of an async function run
         concurrently. The seed of a call depends on its position in the run, not on the process.
         """
         if self.pool is None:
@@ -469,7 +469,7 @@ def judge_together(
 
 
 def _sent(completion, prompt):
-    """Return a completion without what all ranks know, and with its own tensors: pickle sends the storage of a view."""
+    """Return a completion without fields that all ranks have, with its own tensors: pickle sends a view's storage."""
     own = {"logps": completion.logps.clone(), "sampler_logps": completion.sampler_logps.clone(), "columns": None}
     # An environment or `rollout_func` may have written another prompt.
     if (completion.prompt_ids, completion.prompt) == (prompt.ids, prompt.prompt):

@@ -171,10 +171,7 @@ def cores() -> int:
 
 
 def listed(values: Any, count: int) -> list | None:
-    """Read a list, tuple, generator, 1-d tensor or pandas Series as a list.
-
-    Other iterables are refused: text, a dict, a set, a data frame.
-    """
+    """Read a list, tuple, generator, 1-d tensor or pandas Series as a list, but no text, dict, set or data frame."""
     no_list = isinstance(values, (str, bytes, bytearray, Mapping, Set)) or hasattr(values, "columns")
     if no_list or not hasattr(values, "__iter__"):
         return None

@@ -111,10 +111,7 @@ class Judge:
         return results
 
     def _positions(self):
-        """Return the maximum number of tokens of the model.
-
-        In RoBERTa and similar models, positions start after padding_idx.
-        """
+        """Return the model's maximum number of tokens. In RoBERTa and the like, positions start after padding_idx."""
         most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**63
         for name, module in self.model.named_modules():
             padding = getattr(module, "padding_idx", None)

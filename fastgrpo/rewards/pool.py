@@ -93,7 +93,7 @@ class _Job:
 
 
 class Pool:
-    """Calls functions in processes, which start with the first job and live until `close`."""
+    """Calls functions in processes, which start with the first job and end with `close`."""
 
     def __init__(self, functions: dict[str, Callable], workers: int):
         self.size, self.names, self.start = workers, list(functions), _start_of(functions)
@@ -156,7 +156,7 @@ class _Worker(threading.Thread):
         self.kill()
 
     def make(self, job, tries):
-        """Run a job. If its process is late or dies, run the remaining calls again."""
+        """Run a job. If its process is late or ends, run the remaining calls again."""
         try:
             self.attempt(job)
         except (EOFError, TimeoutError) as end:

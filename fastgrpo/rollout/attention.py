@@ -146,17 +146,11 @@ class DecodeAttention:
 
 
 class Provider(ABC):
-    """Computes the attention of a decode step.
+    """Computes the attention of a decode step."""
 
-    Attributes:
-        flat: Whether it needs flat slots, which hold a copy of the prompt before each completion.
-        memory_order: Its fastest memory order of the dimensions [slot, head, token].
-        exact: Whether the last call of `attend` read no key behind the length of a lane. Only then may lanes grow.
-    """
-
-    flat: bool
-    memory_order: tuple[int, int, int]
-    exact = False
+    flat: bool  # whether it needs flat slots, which hold a copy of the prompt before each completion
+    memory_order: tuple[int, int, int]  # its fastest memory order of the dimensions [slot, head, token]
+    exact = False  # whether the last `attend` read no key behind the length of a lane; only then may lanes grow
 
     @abstractmethod
     def begin(self, slots: Slots, token_index: torch.Tensor, bounds: tuple[int, int] | None) -> None:
@@ -320,10 +314,7 @@ class GroupDecode(Provider):
 
 
 class Flat(Provider):
-    """Attention to flat slots with SDPA.
-
-    On a CPU with many lanes it uses matrix products, which are faster for one query.
-    """
+    """Attention to flat slots with SDPA; on a CPU with many lanes, with matrix products, faster for one query."""
 
     flat = True
 

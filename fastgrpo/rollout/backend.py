@@ -182,7 +182,7 @@ class RolloutBackend(ABC):
         """
 
     def end_sync(self) -> None:  # noqa: B027
-        """Wait until samplers have what the last `sync` gave them. A run calls this at its end."""
+        """Wait until samplers have the weights of the last `sync`. A run calls this at its end."""
 
     def sleep(self) -> None:  # noqa: B027
         """Release memory until the next request. Nothing may be in flight."""
@@ -360,7 +360,7 @@ class Drawing:
             self._add(i, number, [prompt], [limit])
 
     def _add(self, i, first, prompts, limits):
-        """Request completions of a group, of which the first has this number."""
+        """Request completions of group i; `first` is the number of the first one."""
         key = i + (first << APART)
         dialogues = None if limits is None else [prompt.dialogue for prompt in prompts]
         request_id = key + (self.number << FIRST)
@@ -389,7 +389,7 @@ class Drawing:
         return len(self.done) == self.count
 
     def abort(self) -> None:
-        """Drop what is in flight."""
+        """Drop all requests in flight."""
         self.lost += sum(self.engine.abort_request(request_id) for request_id in self.requests)
         # Others may have finished in the same step as the last one that was wanted, or in part.
         self.lost += sum(len(sample.drawn) for part in self.parts.values() for sample in part.values())

@@ -105,7 +105,7 @@ class RolloutEngine(RolloutBackend):
         self.graphs = Graphs(self.policy.device, recordable(self.policy, enforce_eager))
         self.budget, self.left = None, math.inf  # bytes for keys and values; free bytes, of which they are a share
         self.phases = {}  # the geometry of each phase, see `settled`
-        self.arranged = 0  # number of lanes that the slots know
+        self.arranged = 0  # number of lanes in the slots' `members`
         self.running = []  # the Running of each lane up to the last one in use; None for a free lane
         self.geometry = self.slots = self.lanes = self.provider = None
         self.stops = {}  # stop ids on the device; graphs read them

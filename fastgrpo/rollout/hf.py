@@ -15,10 +15,7 @@ from fastgrpo.rollout.sampling import OFF, SamplingParams, filter_logps
 
 @contextmanager
 def _plain(model):
-    """Hide the model's generation config, from which `generate` would take defaults.
-
-    Its filters, for example, would override the settings of the run.
-    """
+    """Hide the model's generation config, whose filters, for example, `generate` would add to the run's settings."""
     before, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield

@@ -25,27 +25,16 @@ class Group:
 
 @dataclass(eq=False, slots=True)
 class Running:
-    """A completion in flight.
-
-    Attributes:
-        group: Its group.
-        number: Its number in the group.
-        end: The decode step after which it reaches its limit, if it does not stop before.
-        turn: The number of its tokens before the current turn.
-        given: The spans of the tokens that were appended to it.
-        answer: The tool result that it waits for, or None if it is decoded.
-        taken: While it waits, its tokens as `Lanes.take` returns them.
-        patient: Whether a step may wait for the answer, which it does once.
-    """
+    """A completion in flight."""
 
     group: Group
-    number: int
-    end: int
-    turn: int = 0
-    given: list[slice] = field(default_factory=list)
-    answer: Future[Turn] | None = None
-    taken: tuple | None = None
-    patient: bool = True
+    number: int  # in the group
+    end: int  # the decode step after which it reaches its limit, if it does not stop before
+    turn: int = 0  # the number of its tokens before the current turn
+    given: list[slice] = field(default_factory=list)  # the spans of the tokens that were appended to it
+    answer: Future[Turn] | None = None  # the tool result that it waits for; None if it is decoded
+    taken: tuple | None = None  # while it waits, its tokens as `Lanes.take` returns them
+    patient: bool = True  # whether a step may wait for the answer, which it does once
 
     @property
     def limit(self) -> int:

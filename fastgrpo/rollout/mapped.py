@@ -143,11 +143,7 @@ def view(held: Range) -> torch.Tensor:
 
 
 class Mapped:
-    """Allocates tensors whose memory can be released together.
-
-    Args:
-        device: A CUDA device.
-    """
+    """Allocates tensors on a CUDA device, whose memory can be released together."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type == "cuda" and device.index is None:
@@ -164,7 +160,7 @@ class Mapped:
         return self._tensor(size, size)[1][:count].view(dtype).view(*shape)
 
     def pages(self, size: int, parts: int, most: int) -> tuple[Range, torch.Tensor]:
-        """Allocate a range that grows page by page, and a tensor [bytes] uint8. Access only what is mapped."""
+        """Allocate a range that grows page by page, and a tensor [bytes] uint8. Access only its mapped part."""
         return self._tensor(self.page, size, parts, most)
 
     @functools.cached_property
@@ -195,10 +191,7 @@ class Mapped:
             held.unmap()
 
     def restore(self) -> bool:
-        """Map memory for all tensors whose memory was released. Return whether there were any.
-
-        If it raises, the next call continues.
-        """
+        """Map memory for all released tensors; return whether there were any. After an error, call it again."""
         released = [held for held in self.ranges if not all(held.held)]
         with torch.cuda.device(self.device):
             for held in released:

@@ -32,11 +32,7 @@ def in_thread(work: Callable[[], None]) -> Future:
 def nccl_sender(policy: Policy, url: str, workers: int, timeout: float) -> Callable[[], None]:
     """Form a group of this process and all workers of a server. Return the function that sends the weights.
 
-    Both wait for the server, so call them `in_thread`.
-
-    Raises:
-        ValueError: vLLM is not installed.
-        OSError: The server does not answer.
+    Both wait for the server, so call them `in_thread`. Without vLLM, ValueError is raised; without an answer, OSError.
     """
     try:
         from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, ModuleSource

@@ -20,19 +20,15 @@ from fastgrpo.ranks import ALONE, Ranks
 TOKENS = 48
 # Largest mean difference of log-probs in nats, by the dtype of the weights.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-CLEAR = 4.0  # a smaller difference counts too if it exceeds the first one by this factor, and ...
 MARK = 0.1  # added to or subtracted from alpha / r B of adapters
-PART = 0.1  # ... this share of what the update changed
+# A smaller difference is an error too if it exceeds the first one by the factor CLEAR, and PART of the update's change.
+CLEAR, PART = 4.0, 0.1
 ENOUGH = 256  # in 16 bits, with fewer drawn tokens the tolerance grows as 1/sqrt(tokens), like the error of a mean
 SHOWS = 0.01  # an update changes some bits of a sampler if it changes the policy by this share of the first difference
 
 
 class Probe:
-    """The log-probs of fixed tokens under the policy, and those that each sampler gave.
-
-    Attributes:
-        ids: The tokens, of which all but the first are scored.
-    """
+    """The log-probs of fixed tokens `ids`, all but the first, under the policy, and those that each sampler gave."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.logps, self.seen = policy, None, {}
@@ -73,13 +69,10 @@ class Probe:
             self.update()
 
     def check(self, given: Sequence[float], sampler: str) -> float:
-        """Compare the log-probs of a sampler with those of the last `update`, and return their mean difference.
+        """Return the mean difference of a sampler's log-probs from the last `update`, or raise ValueError.
 
         The difference must be within the tolerance. If the policy has changed since the sampler's last check, its
         log-probs must have changed too, and come closer than `PART` of this change, except for rounding.
-
-        Raises:
-            ValueError: The sampler has other weights.
         """
         given, allowed = torch.tensor(given, dtype=torch.float64), TOLERANCE[self.policy.dtype]
         gap, told = _mean(given, self.logps), ""
@@ -110,11 +103,7 @@ def _mean(one, other):
 
 
 class DrawCheck:
-    """Compares the log-probs of drawn tokens with those under the policy before the first update of a rollout.
-
-    Args:
-        dtype: The dtype of the policy, which determines the largest mean difference.
-    """
+    """Compares the log-probs of drawn tokens with those under the policy before the first update of a rollout."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.tolerance, self.enough, self.sums = TOLERANCE[dtype], 1 if dtype.itemsize == 4 else ENOUGH, None

@@ -118,30 +118,19 @@ def uniforms(seed: int, request_id: int, count: int, length: int) -> torch.Tenso
 
 
 def sample(
-    logits: torch.Tensor,
-    uniforms: torch.Tensor,
+    logits: torch.Tensor,  # [S, V] fp32
+    uniforms: torch.Tensor,  # [S] fp32 in [0, 1), at most 1 - 2**-24
     *,
-    temperature: float = 1.0,
+    temperature: float = 1.0,  # 0 is greedy
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw the next token of each completion, by the inverse of the cumulative distribution in vocabulary order.
 
-    Log-probs are taken under the full softmax at the temperature (at 1 when greedy), before filters, so that they can
-    serve as the old policy's. The token was drawn with probability exp(logp) / kept.
-
-    Args:
-        logits: [S, V] fp32.
-        uniforms: [S] fp32 random numbers in [0, 1), at most 1 - 2**-24.
-        temperature: Divides the logits; 0 is greedy.
-        top_k: See `SamplingParams`.
-        top_p: See `SamplingParams`.
-        min_p: See `SamplingParams`.
-
-    Returns:
-        The tokens [S] int64, their log-probs [S] fp32, and kept [S] fp32, the probability mass that the filters kept
-        (1 without filters).
+    Returns the tokens [S] int64; their log-probs [S] fp32 under the full softmax at the temperature (at 1 when greedy),
+    before filters, so that they can serve as the old policy's; and kept [S] fp32, the probability mass that the filters
+    kept. A token was drawn with probability exp(logp) / kept. `SamplingParams` describes the filters.
     """
     how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     return (_fused if logits.is_cuda and _trusts(logits, uniforms, how) else _plain)(logits, uniforms, **how)
@@ -156,11 +145,10 @@ def sample_penalized(
     temperature: float = 1.0,
     **filters: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw as `sample` does, with a repetition penalty on the tokens `seen` [S, V].
+    """Draw as `sample` does, with a repetition penalty on the tokens `seen` [S, V] before the filters.
 
-    The filters are applied after the penalty. Log-probs are taken under the policy, without the penalty. The token was
-    drawn with probability exp(logp) / kept. Unlike in `sample`, kept may exceed 1: the penalty makes some tokens less
-    likely.
+    Log-probs are taken under the policy, without the penalty. Unlike in `sample`, kept may therefore exceed 1: the
+    penalty makes some tokens less likely.
     """
     penalized = penalize(logits, seen, repetition_penalty)
     tokens, drawn, kept = sample(penalized, uniforms, temperature=temperature, **filters)
@@ -264,9 +252,9 @@ def _blocks(probs):
 def _inverse(blocks, sums, uniforms):
     """Return the tokens [S] at which the cumulative probabilities pass uniforms [S] times their sums, and these sums.
 
-    First the sums [S, B] of the blocks [S, B, BLOCK] are cumulated, then the tokens of the selected block. Two short
-    sums are faster and more accurate than a long one. Tokens of probability 0 are never selected. With NaN logits all
-    comparisons are false, which selects the last block and the token after it.
+    First the sums [S, B] of the blocks [S, B, BLOCK] are cumulated, then the tokens of the selected block: two short
+    sums are faster and more accurate than a long one. Tokens of probability 0 are never selected. NaN logits select the
+    token after the last block.
     """
     rows, ends = torch.arange(len(blocks), device=blocks.device), sums.cumsum(-1)
     whole = ends[:, -1]

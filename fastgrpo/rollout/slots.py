@@ -45,26 +45,17 @@ ROUND = 16  # T is rounded up to a multiple of this, so that a slightly longer p
 
 @dataclass(frozen=True)
 class Geometry:
-    """The numbers and sizes of the slots for keys and values.
+    """The numbers and sizes of the slots for keys and values."""
 
-    Attributes:
-        lanes: R, the maximum number of completions in flight.
-        capacity: C, the maximum tokens of a completion.
-        prompts: P, the number of prompt slots. With flat slots, the maximum number of groups in flight.
-        longest_prompt: T, the maximum tokens of a prompt.
-        group: G, the maximum lanes of one prompt.
-        flat: Whether the slot of each lane holds a copy of its prompt and then the completion, T + C tokens. If not,
-            prompts have their own slots, shared by their lanes, and the slot of a lane holds C tokens.
-        pages: Maximum number of pages of all lanes, which then grow. 0 if each lane has memory for its C tokens.
-    """
-
-    lanes: int
-    capacity: int
-    prompts: int
-    longest_prompt: int
-    group: int
+    lanes: int  # R, the maximum number of completions in flight
+    capacity: int  # C, the maximum tokens of a completion
+    prompts: int  # P, the number of prompt slots; with flat slots, the maximum number of groups in flight
+    longest_prompt: int  # T, the maximum tokens of a prompt
+    group: int  # G, the maximum lanes of one prompt
+    # Whether the slot of each lane holds a copy of its prompt and then the completion, T + C tokens. If not, prompts
+    # have their own slots, shared by their lanes, and the slot of a lane holds C tokens.
     flat: bool
-    pages: int = 0
+    pages: int = 0  # maximum pages of all lanes, which then grow; 0 if each lane has memory for its C tokens
 
     @property
     def lane_tokens(self) -> int:

@@ -72,45 +72,25 @@ class Refused(ValueError):
 
 @dataclass(eq=False)
 class Server:
-    """A server.
-
-    Attributes:
-        url: Its address.
-        client: Its connections.
-        timeout: Seconds without a generated token after which a request for tokens fails.
-        completions: Number of completions that it is generating.
-        version: Name of its weights; None if unknown.
-        proven: Names of the weights that it had when a probe passed.
-        loading: Whether it is loading weights, and gets no requests.
-        paused: Whether it draws nothing meanwhile.
-        problem: Why it is left out, or None.
-        send: Sends the weights over NCCL.
-        tokens: The counters of its tokens when last read.
-        asked, read, moved: When they were last asked for, last read, and last found changed.
-    """
+    """A vLLM server."""
 
     url: str
     client: httpx.AsyncClient
-    timeout: float = 240.0
-    completions: int = 0
-    version: str | None = None
-    proven: set[str] = field(default_factory=set)
-    loading: bool = False
-    paused: bool = False
-    problem: str | None = "not tried"
-    send: Callable[[], None] | None = None
-    tokens: list[str] = field(default_factory=list)
-    asked: float = 0.0
-    read: float = 0.0
-    moved: float = 0.0
+    timeout: float = 240.0  # seconds without a generated token after which a request for tokens fails
+    completions: int = 0  # in progress
+    version: str | None = None  # name of its weights; None if unknown
+    proven: set[str] = field(default_factory=set)  # names of the weights that it had when a probe passed
+    loading: bool = False  # whether it is loading weights, and gets no requests
+    paused: bool = False  # whether it draws nothing while it loads
+    problem: str | None = "not tried"  # why it gets no requests
+    send: Callable[[], None] | None = None  # sends the weights over NCCL
+    tokens: list[str] = field(default_factory=list)  # the counters of its tokens, as last read
+    asked: float = 0.0  # when the counters were last requested
+    read: float = 0.0  # when they were last read
+    moved: float = 0.0  # when they were last found changed
 
     async def call(self, method: str, route: str, timeout: float | None = LONGEST, /, **body: Any) -> Any:
-        """Send a request, and return the JSON of the reply.
-
-        Raises:
-            ServerFailed: The server failed.
-            Refused: It refused the request.
-        """
+        """Send a request, and return the JSON of the reply. Raise `ServerFailed`, or `Refused` for the request."""
         sent = time.monotonic()
         sending = asyncio.ensure_future(self.client.request(method, route, json=body or None, timeout=timeout))
         try:
@@ -165,13 +145,9 @@ class Server:
 
 
 def compare(policy: Policy, url: str) -> tuple[float, float]:
-    """Compare the log-probs of fixed tokens under a policy and under the weights of a vLLM server.
+    """Return the mean difference in nats between the log-probs of a policy and a vLLM server, and the tolerance.
 
-    Returns:
-        The mean difference in nats, and the tolerance.
-
-    Raises:
-        ValueError: It exceeds the tolerance of the policy's dtype, or the server does not answer as vLLM does.
+    A larger difference raises ValueError, and so does a server that does not answer as vLLM does.
     """
     probe = Probe(policy)
     probe.update()
@@ -197,27 +173,22 @@ def _end(loop, clients):
 
 
 class VLLMBackend(RolloutBackend):
-    """Draws completions on vLLM servers.
+    """Draws completions on vLLM servers, at most max_num_seqs at once on all of them together.
 
-    The drawn tokens of a request that is aborted within a turn are not counted.
-
-    Args:
-        model: The policy: a `Policy`, or a transformers causal LM.
-        max_num_seqs: Maximum number of completions in flight, on all servers together.
-        base_urls: Addresses of the servers.
-        timeout: Seconds to wait while no server answers, or while one generates no tokens of a request.
-        weights_dir: Folder for the weights, which the servers can read. None means the one for temporary files.
-        staleness_policy: What happens to requests in flight when weights are sent: "wait" or "continue".
-
-    Raises:
-        ValueError: A server has another version or other options than needed.
-        ConnectionError: No server answers in time.
+    Raises ValueError if a server has another version or other options than needed, and ConnectionError if none answers
+    in time. The drawn tokens of a request that is aborted within a turn are not counted.
     """
 
     def __init__(
-        self, model: Any, max_num_seqs: int | None = None, *, base_urls: Sequence[str], timeout: float = 240.0,
-        weights_dir: str | Path | None = None, staleness_policy: str = "wait",
-    ):  # fmt: skip
+        self,
+        model: Any,
+        max_num_seqs: int | None = None,
+        *,
+        base_urls: Sequence[str],
+        timeout: float = 240.0,  # seconds to wait while no server answers, or while one generates no tokens
+        weights_dir: str | Path | None = None,  # folder that the servers can read; None: the one for temporary files
+        staleness_policy: str = "wait",  # for requests in flight when weights are sent: "wait" or "continue"
+    ):
         super().__init__(model, max_num_seqs)
         if wrong := [url for url in base_urls if not url.startswith(("http://", "https://"))]:
             raise ValueError(f"vllm_server_base_url={wrong[0]!r} must begin with http:// or https://")

@@ -112,9 +112,8 @@ def _linear(states, packed, bias):
 class HeldWeights:
     """Keeps the weights of a policy gathered while requests are in flight.
 
-    All keys and values in flight must come from one version of the weights. CUDA graphs read them at fixed addresses.
-    `free` returns the bytes of free memory, of which copies of weights may take a share. `mapped` allocates the copies;
-    None means torch.
+    All keys and values in flight must come from one version of the weights, which CUDA graphs read at fixed addresses.
+    Copies of weights may take a share of the `free()` bytes, and `mapped` allocates them (None: torch).
     """
 
     def __init__(self, policy: Policy, graphs: Graphs, free: Callable[[], float], mapped: Mapped | None = None) -> None:

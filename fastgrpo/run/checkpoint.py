@@ -216,10 +216,7 @@ def prune(folder: RunFolder, limit: int, best: int | None = None) -> None:
 
 
 class Checkpointer:
-    """Saves and prunes the checkpoints of a run (`log`, its `RunLog`) in a thread.
-
-    As a context manager, it waits for the checkpoint in progress.
-    """
+    """Saves and prunes a run's checkpoints in a thread. As a context manager, it waits for the one in progress."""
 
     def __init__(self, config: TrainingConfig, log: Any, ranks: Ranks = ALONE) -> None:
         self.config, self.log = config, log

@@ -108,7 +108,7 @@ def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print, panels:
             color, (steps, values) = f"C{i}", series.get(name, ([], []))
             if not values:
                 continue
-            # A line that covers another has gaps. Dashes are for the metrics to compare with, if there are some.
+            # Lines that may cover others have gaps. Dashes are for the metrics to compare with, if there are some.
             style = "-" if panel.dashed else ("-", "--", ":", "-.")[i % 4]
             if name.startswith("eval/"):
                 axis.plot(steps, values, style, marker="o", color=color, label=label)

@@ -30,17 +30,12 @@ class RunLog:
 
     The constructor claims the folder (see `open_run`), and writes config.json of a new run. As a context manager, it
     closes the files and releases the folder.
-
-    Attributes:
-        checkpoint: The checkpoint that the run resumes from, or None.
-        latest: The last (step, value) of every metric, also under TRL's name.
-        history: The logged entries, see `metrics.entry`.
     """
 
     def __init__(self, config: TrainingConfig, inputs: Mapping[str, Path] | None = None) -> None:
         self.started = time.perf_counter()
         self.config, self.terminal = config, Terminal(bars=not config.disable_tqdm, quiet=config.quiet)
-        self.folder, self.checkpoint = open_run(config, self.say, inputs)
+        self.folder, self.checkpoint = open_run(config, self.say, inputs)  # the checkpoint to resume from, or None
         self.dir = self.folder.path
         self._files, self._trackers = {}, []
         with contextlib.ExitStack() as opened:  # after a failure, close what was opened
@@ -58,7 +53,8 @@ class RunLog:
                     opened.callback(self._trackers[-1].close)
             opened.pop_all()
         self._pending = []  # (step, metrics) of steps without a line in metrics.jsonl
-        self.latest, self.history = {}, []
+        self.latest = {}  # the last (step, value) of every metric, also under TRL's name
+        self.history = []  # the logged entries, see `metrics.entry`
         self._completions_step = 0  # the last step whose completions were written
 
     def __enter__(self) -> Self:

@@ -84,10 +84,7 @@ class StopSignals:
             os.write(2, f"\n{text}\n".encode())
 
     def leave(self) -> NoReturn:
-        """End the process with the exit code of the signal: 130, 143 or 141.
-
-        So shells, torchrun and Slurm do not report success.
-        """
+        """End the process with the signal's exit code (130, 143 or 141), a failure for shells, torchrun and Slurm."""
         if self.received == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + self.received)

@@ -175,11 +175,10 @@ class HostCopies:
         self._obstacle = None  # the error of the last attempt to pin memory
 
     def take(self, tree: Any) -> Any:
-        """Copy every tensor of nested dicts and lists. One that occurs twice (tied weights) is copied once.
+        """Copy every tensor of nested dicts and lists once; of a sharded tensor, this rank's part with its sharding.
 
-        The copies of tensors on a GPU are complete after `wait`. The previous set must be complete. It stays unchanged
-        unless it has been released. Of a sharded tensor, the part of this rank is copied; the copy has the same
-        sharding.
+        The copies of tensors on a GPU are complete after `wait`. The previous set must be complete, and stays unchanged
+        unless it has been released.
         """
         copies, started, could_pin = {}, set(), self._obstacle is None
         self._used, self._pageable = [], 0  # memory of an unreleased set is still read

@@ -209,16 +209,7 @@ def _to_call(call):
 
 
 class Choice:
-    """A completion as it is drawn: tokens, log-probs, and text up to a stop string.
-
-    Attributes:
-        text: The text so far. It ends before characters that may belong to a stop string or are incomplete.
-        reason: Why it ended, as OpenAI names it, or None.
-        matched: The stop string or token that ended it, or None.
-        offset: Number of characters of the tokens that a stream has written.
-        versions: For each token, the version of the weights that drew it.
-        opened: Whether a chunk of a stream has been written.
-    """
+    """A completion as it is drawn: tokens, log-probs, and text up to a stop string."""
 
     def __init__(
         self, tokenizer: Any, stops: list[str] = (), stop_ids: tuple[int, ...] = (), hidden: bool = False,
@@ -226,8 +217,10 @@ class Choice:
     ):  # fmt: skip
         self._tokenizer, self._stops, self._stop_ids, self._hidden = tokenizer, stops, stop_ids, hidden
         self._skip_special, self._context = skip_special, [*prompt[-CONTEXT:]]
-        self.ids, self.logps, self.versions, self.text = [], [], [], ""
-        self.reason, self.matched, self.opened, self.offset = None, None, False, 0
+        self.ids, self.logps, self.versions = [], [], []  # the version of the weights that drew each token
+        self.text = ""  # ends before characters that may belong to a stop string or are incomplete
+        self.reason, self.matched = None, None  # why it ended, as OpenAI names it; the stop string or token
+        self.opened, self.offset = False, 0  # whether a stream has written a chunk; characters of the written tokens
         self._decoded, self._first, self._done = "", 0, 0
 
     @property

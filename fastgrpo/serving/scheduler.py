@@ -61,42 +61,30 @@ class Scores:
 
 @dataclass(eq=False)
 class Job:
-    """n completions of a prompt.
-
-    Attributes:
-        draw_key: The seed and this number determine the draws.
-        watched: Whether tokens are wanted before the request has finished.
-        ended: Set by the receiver if it needs no further tokens.
-        seen: Number of tokens of each completion that were handed over.
-    """
+    """n completions of a prompt."""
 
     prompt_ids: list[int]
     n: int
     sampling: SamplingParams
-    draw_key: int = 0
-    watched: bool = False
-    ended: bool = False
-    seen: int = 0
+    draw_key: int = 0  # determines the draws together with the seed
+    watched: bool = False  # whether to deliver tokens before the request has finished
+    ended: bool = False  # set by the receiver if it needs no further tokens
+    seen: int = 0  # delivered tokens of each completion
     deliver: Callable[[Any], object] | None = None
     request_id: int | None = None
 
 
 class Scheduler:
-    """Admits requests to an engine, and delivers its tokens. `close` ends it.
+    """Admits requests to an idle engine made with `continuous`, and delivers its tokens. `close` ends it.
 
-    Args:
-        engine: An idle engine, made with `continuous`.
-        max_requests: How many requests may be unfinished; `run` raises `Busy` for further ones.
-        threaded: Whether a thread runs the engine. If not, `turn` does, in the caller's thread.
-
-    Attributes:
-        version: Version of the weights.
-        counts: Finished requests by reason, and tokens of prompts and completions.
+    If `max_requests` are unfinished, `run` raises `Busy`. A thread runs the engine if `threaded`, otherwise `turn` does
+    in the caller's thread.
     """
 
     def __init__(self, engine: RolloutEngine, max_requests: int = 1024, threaded: bool = True):
         self.engine, self.max_requests, self.open = engine, max_requests, 0
-        self.version, self.paused, self.counts = "0", None, Counter()
+        self.version, self.paused = "0", None  # the version of the weights; the mode of a pause
+        self.counts = Counter()  # finished requests by reason, and tokens of prompts and completions
         self._posted, self._waiting, self._running = queue.SimpleQueue(), deque(), {}
         self._scoring, self._drained, self._shared = deque(), [], None
         self._numbers, self._closed = itertools.count(), False

@@ -39,28 +39,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """The data and the rewards of a task. Data is read on demand: an evaluation does not read training data.
+    """The data and the rewards of a task. Data is read on demand: an evaluation does not read training data."""
 
-    Attributes:
-        train: Returns the source of training rows. It reads the settings of training, and raises ValueError without
-            data.
-        test: Returns the held-out rows, or None.
-        reward_funcs: The task's reward functions. A completion is right if the first returns at least 1.
-        supervised: Returns rows for supervised training, with `prompt` and `completion` or with `messages`; None if
-            the task has none.
-        steps_reward: Returns 1.0 for a completion whose written steps are right. `distill` keeps only these; other
-            commands call it if --reward_funcs names it. None if the task cannot check steps.
-        tools: Functions that the model may call.
-        environment: Makes the environment of a completion, or None.
-    """
-
-    train: Callable[[], Source]
-    test: Callable[[], Sequence[dict] | None]
-    reward_funcs: list[Callable]
-    supervised: Callable[[], Sequence[dict]] | None = None
+    train: Callable[[], Source]  # reads the settings of training, and raises ValueError without data
+    test: Callable[[], Sequence[dict] | None]  # returns the held-out rows, or None
+    reward_funcs: list[Callable]  # a completion is right if the first returns at least 1
+    supervised: Callable[[], Sequence[dict]] | None = None  # returns rows with prompt and completion, or with messages
+    # Returns 1.0 for a completion whose written steps are right; None if the task cannot check steps. `distill` keeps
+    # only these completions, and other commands call it if --reward_funcs names it.
     steps_reward: Callable | None = None
-    tools: Sequence[Callable] = ()
-    environment: Callable | None = None
+    tools: Sequence[Callable] = ()  # functions that the model may call
+    environment: Callable | None = None  # makes the environment of a completion
 
 
 def find_task(name: str) -> ModuleType:

@@ -103,12 +103,9 @@ def _rewards(table, prompts, completions, log_metric):
 
 @functools.cache
 def reward_model(seed: int) -> torch.Tensor:
-    """Train the reward model on comparisons, and return all its scores.
+    """Train the reward model on comparisons, and return its score [5, 10] fp32 of each token in each context.
 
     Each process trains it on the CPU, deterministically by the seed. So a resumed run has the same model.
-
-    Returns:
-        [5, 10] fp32, the score of each token in each context.
     """
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(seed)
@@ -131,11 +128,7 @@ def reward_model(seed: int) -> torch.Tensor:
 
 
 def compare(pairs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw comparisons of two tokens in a context, from torch's global generator.
-
-    Returns:
-        [pairs] int64 each: the context, the token that was preferred, and the other one.
-    """
+    """Draw comparisons from torch's global generator: contexts, preferred tokens and others, [pairs] int64 each."""
     context = torch.randint(len(CONTEXTS), (pairs,))
     a, b = torch.rand(pairs, len(TOKENS)).topk(2).indices.T  # two different tokens
     wins = torch.rand(pairs) < torch.sigmoid(TRUE[context, a] - TRUE[context, b])  # P(a preferred to b)

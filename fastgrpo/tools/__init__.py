@@ -24,10 +24,7 @@ def find_tools(specs: Sequence[str]) -> list[Callable]:
 
 
 def find_environment(spec: str) -> Callable | Mapping[str, Callable]:
-    """Import the environment module:Class; or a function that makes environments, or a dict of them by name.
-
-    module:DICT:NAME is one of a dict.
-    """
+    """Import module:Class, module:function, a dict module:DICT of environments, or its item module:DICT:NAME."""
     path, _, name = spec.rpartition(":")
     if ":" in path:
         found = find_environment(path)

@@ -27,19 +27,12 @@ LONGEST_ANSWER = 32_768  # characters of an answer; the rest is cut off
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a call.
+    """The answer to a call."""
 
-    Attributes:
-        content: The text that the model reads.
-        failed: Whether the call failed. The text is then {"error": ...}.
-        timed_out: Whether it failed because it exceeded its time limit.
-        latency_s: Seconds from the call to the answer.
-    """
-
-    content: str
+    content: str  # the text that the model reads; {"error": ...} if the call failed
     failed: bool = False
-    timed_out: bool = False
-    latency_s: float = 0.0
+    timed_out: bool = False  # whether the call failed because it exceeded its time limit
+    latency_s: float = 0.0  # seconds from the call to the answer
 
 
 class _Threads:
@@ -135,7 +128,7 @@ def as_text(result: Any) -> str:
     cut = len(text) - LONGEST_ANSWER
     if cut > 0:
         text = f"{text[:LONGEST_ANSWER]}... ({cut:,} more characters were cut off)"
-    return text.encode(errors="replace").decode()  # half a character would stop samples.jsonl
+    return text.encode(errors="replace").decode()  # samples.jsonl cannot encode half a character
 
 
 def _is_text_block(block):
@@ -241,7 +234,7 @@ class Call:
         left = None if seconds is None else max(self.began + seconds - time.monotonic(), 0)
         try:
             self.work.result(left)
-        except TimeoutError:  # not that of a tool, which is an answer
+        except TimeoutError:  # a tool's own TimeoutError is an answer
             return False
         return True
 

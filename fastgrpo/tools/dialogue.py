@@ -32,11 +32,6 @@ class Dialogue:
 
     Pickling keeps only the messages, calls and reason. `prompt_ids` are `builder.prompt(episode.messages)`. The maximum
     number of drawn turns is `max_turns`, one more than TRL's max_tool_calling_iterations; None is no maximum.
-
-    Attributes:
-        messages: Messages of the completion, as reward functions get them.
-        calls: Each call: its "turn" from 1, "name", "arguments", "answer", whether it "failed", and "latency_s".
-        reason: Why the completion ended, None before.
     """
 
     def __init__(
@@ -44,8 +39,9 @@ class Dialogue:
     ):
         self.episode, self.builder, self.prompt_ids = episode, builder, list(prompt_ids)
         self.max_turns, self.turns = max_turns, 0
-        self.ids, self.messages, self.calls = [], [], []
-        self.pending, self.reason = None, None
+        self.ids, self.messages = [], []  # messages of the completion, as reward functions get them
+        self.calls = []  # each with its "turn" from 1, "name", "arguments", "answer", "failed" and "latency_s"
+        self.pending, self.reason = None, None  # the reason why the completion ended
 
     @property
     def prompt(self) -> list[dict]:

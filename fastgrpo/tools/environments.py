@@ -23,34 +23,25 @@ COLUMN = "environment"  # column of the data set that names the environment, if 
 
 
 def seed_of(*place: int) -> int:
-    """Derive the seed of a reset, from 0 to 2^31 - 1, from the completion's place in the run.
+    """Derive the seed of a reset, from 0 to 2^31 - 1, from (the run's seed, step, request number, completion number).
 
-    The place is (seed of the run, step, number of the request, number of the completion), so the seed does not depend
-    on the order of execution.
+    So it does not depend on the order of execution.
     """
     return int.from_bytes(hashlib.sha256(repr(place).encode()).digest()[:4]) >> 1
 
 
 @dataclass(eq=False)
 class Episode:
-    """What one completion starts from.
+    """The start of one completion."""
 
-    Attributes:
-        name: Name of the environment, None if it has no name.
-        environment: The instance, which has been reset. None without environments, and if the reset failed.
-        box: Its tools.
-        messages: The prompt, with what the reset returned.
-        failed: Whether the environment failed: its reset raised, a tool timed out, or a call still ran at the end of
-            the completion. It then gets no reward from `get_reward`.
-        error: Why the reset failed, or None.
-    """
-
-    name: str | None
-    environment: Any
+    name: str | None  # of the environment; None if it has no name
+    environment: Any  # the instance after its reset; None without environments, and if the reset failed
     box: ToolBox
-    messages: list[dict]
+    messages: list[dict]  # the prompt, with the text that the reset returned
+    # Whether the reset raised, a tool timed out, or a call still ran at the end of the completion. The completion then
+    # gets no reward from `get_reward`.
     failed: bool = False
-    error: str | None = None
+    error: str | None = None  # why the reset failed
 
 
 class Environments:
@@ -61,21 +52,15 @@ class Environments:
     be async. After a call, a true attribute `done` ends the completion with "env_done", and a true attribute
     `env_error` with "env_error". `get_reward()` returns the reward of the completion.
 
-    Args:
-        factory: Makes an environment. Or a dict of factories, and the column `environment` of a row names one. None if
-            there are only tools.
-        tools: Functions that all completions may call.
-        timeout: Time limit of a reset and of each call in seconds, or None.
-
-    Raises:
-        ValueError: A tool has no schema, or an environment cannot be made or has no `reset`.
+    `factory` makes an environment, or is a dict of factories by the column `environment` of a row. The constructor
+    raises ValueError if a tool has no schema, or an environment cannot be made or has no `reset`.
     """
 
     def __init__(
         self,
         factory: Callable | Mapping[str, Callable] | None = None,
-        tools: Sequence[Callable] = (),
-        timeout: float | None = None,
+        tools: Sequence[Callable] = (),  # functions that all completions may call
+        timeout: float | None = None,  # of a reset and of each call, in seconds
     ):
         self.routed = isinstance(factory, Mapping)
         self.factories = dict(factory) if self.routed else {None: factory}
@@ -186,7 +171,7 @@ class Environments:
             messages, problem = _observed(messages, observed), None
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and not reset.done():
-                raise  # the user's, not that of the reset
+                raise  # from the user, not from the reset
             instance = None  # it still has the state of another completion, or none
             problem = f"{type(error).__name__}: {error}" if reset.done() else f"no answer within {self.timeout} seconds"
             if not self.warned:

@@ -31,25 +31,15 @@ def _saved(sample):
 
 @dataclass
 class Batch:
-    """Groups that are drawn and judged.
+    """Groups that are drawn and judged."""
 
-    Attributes:
-        step: The step that trains on them.
-        place: The state of the source before the rows were taken.
-        rows: The rows of all groups.
-        judging: Judges the groups that have finished.
-        groups: The prompts of the completions that this rank draws.
-        drawing: Its requests; None with rollout_func.
-        restored: Samples from a checkpoint, by group.
-    """
-
-    step: int
-    place: dict[str, Any]
-    rows: list[dict]
+    step: int  # the step that trains on them
+    place: dict[str, Any]  # the state of the source before the rows were taken
+    rows: list[dict]  # of all groups
     judging: Judging
-    groups: dict[int, list[Prompt]] = field(default_factory=dict)
-    drawing: Drawing | None = None
-    restored: dict[int, list[Sample]] = field(default_factory=dict)
+    groups: dict[int, list[Prompt]] = field(default_factory=dict)  # prompts of the completions that this rank draws
+    drawing: Drawing | None = None  # the requests of this rank; None with rollout_func
+    restored: dict[int, list[Sample]] = field(default_factory=dict)  # samples from a checkpoint, by group
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs: the groups that have finished, and where the rows of the others are."""
@@ -60,15 +50,11 @@ class Batch:
 
 
 class Ahead:
-    """The batches of the next steps.
-
-    Attributes:
-        batches: Those in progress.
-        saved: The states of those that a checkpoint had, and that are not begun again yet.
-    """
+    """The batches of the next steps."""
 
     def __init__(self, engine: RolloutBackend):
-        self.engine, self.batches, self.saved = engine, deque(), []
+        self.engine, self.batches = engine, deque()  # the batches in progress
+        self.saved = []  # states of the batches that a checkpoint had, and that have not begun again yet
 
     def wait(self, batch: Batch) -> None:
         """Draw until a batch has finished. The others go on."""

@@ -75,10 +75,8 @@ class Arguments:
 class Callbacks:
     """Calls the callbacks of a run with transformers' handler.
 
-    Attributes:
-        handler: transformers' handler. Callbacks can be added and removed.
-        control: The flags that callbacks set.
-        args: The settings for callbacks. `output_dir` is the path of the run once its folder is claimed.
+    `control` has the flags that callbacks set, and `args` the settings for them. `args.output_dir` is the path of the
+    run once its folder is claimed.
     """
 
     def __init__(

@@ -110,7 +110,7 @@ class Collector:
         chosen = sorted(sorted(range(len(teaching)), key=lambda i: not teaching[i])[: args.prompts_per_step])
         trained = [i for group in chosen for i in range(group * size, (group + 1) * size)]
         of_step = [samples[i] for i in trained]
-        if len(live) > 1:  # the scale of advantages is that of the trained groups, which come from several batches
+        if len(live) > 1:  # scale advantages over the trained groups, which come from several batches
             of_step = with_advantages(of_step, self.rewards, args)
         for i, sample in zip(trained, of_step, strict=True):
             samples[i] = sample.replace(trained=True)
@@ -165,9 +165,7 @@ class Collector:
         mine = [i for i in range(taken) if (i + batch) % self.ranks.size == self.ranks.rank]
         judging = Judging(self.rewards, prompts, self.prompts.tokenizer, state, self.ranks, step)
         drawn = Batch(step, place, rows, judging)
-        known = saved is not None and saved.get("digest") == digest_of_rows(
-            rows
-        )  # the completions are those of these rows
+        known = saved is not None and saved.get("digest") == digest_of_rows(rows)  # completions of the same rows
         for i, samples in (saved["finished"] if known else {}).items():
             drawn.restored[i] = [Sample(prompt_ids=prompts[i].ids, **values) for values in samples]
             judging.add(i, drawn.restored[i])
@@ -191,7 +189,7 @@ class Collector:
         else:
             self.ahead.wait(drawn)
             lost = drawn.drawing.lost
-        # All ranks wait for the slowest here, so that the time of the stage is that of the whole rollout.
+        # All ranks wait for the slowest here, so that the stage's time covers the whole rollout.
         measured = self.engine.metrics() if drawn.groups else {}
         told = measured, lost, digest_of_rows(drawn.rows)
         live, lost, digests = zip(*self.ranks.gather(told, "what the rollouts measured"), strict=True)
@@ -237,11 +235,7 @@ def rolled_out(
     stop_ids: Sequence[int],
     policy: Policy,
 ) -> dict[int, list[Sample]]:
-    """Generate completions by TRL's `rollout_func` instead of the engine. Those without a stop token are truncated.
-
-    Raises:
-        ValueError: It returned something else than lists with one item per prompt, or wrong tokens or logprobs.
-    """
+    """Generate completions by TRL's `rollout_func` instead of the engine. Those without a stop token are truncated."""
     prompts = [prompt for group in groups.values() for prompt in group]
     if not prompts:  # a refill of dynamic sampling may give this rank none
         return {}

@@ -230,7 +230,7 @@ class GRPOTrainer:
         try:
             self.callbacks.call("on_init_end")
         except BaseException:
-            if self.log is not None:  # nobody has the trainer, so nobody can release its folder
+            if self.log is not None:  # the caller gets no trainer that could release the folder
                 self.log.close()
             raise
 

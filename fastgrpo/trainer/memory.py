@@ -59,10 +59,10 @@ PROMPT_TOKENS = 256  # the length of a typical prompt
 GRAPH_BYTES = 26 * 2**20  # of the driver for the graph of a decode step, as vLLM logs it (its pull request 22897)
 FP32 = 4  # bytes of an fp32 number
 MICRO_BATCHES = 16384, 8192, 4096  # tokens of a micro-batch to choose from, and the first where nothing is planned
-# Predicted times on an H100, in FLOPs of one token per weight (2 us for 1B parameters at half the peak): what
-# a micro-batch adds (gradients added in fp32, launches), also with sharded weights over NVLink; and a decode step of
-# few lanes, which reads all weights; and how much longer that takes with adapters beside the weights, not merged, and
-# with 4-bit weights that each step dequantizes. PCIE is for each byte of a parameter that is copied, at 50 GB/s.
+# Predicted times on an H100, in FLOPs of one token per weight (2 us for 1B parameters at half the peak). PASS is the
+# overhead of a micro-batch (gradients added in fp32, launches), PASS_SHARDED the same with weights sharded over NVLink.
+# DECODE_STEP has few lanes and reads all weights; its factors are for unmerged adapters (APART), and for 4-bit weights
+# that each step dequantizes. PCIE is for each byte of a parameter that is copied, at 50 GB/s.
 PASS, PASS_SHARDED, PCIE, DECODE_STEP, APART, DEQUANTIZED = 1_000, 10_000, 10_000, 500, 1.25, 2.5
 # Predicted time to release and map the KV cache, and of torch's new allocations: 0.2 s, in FLOPs of a token per weight.
 RELEASE = 1e14
@@ -163,7 +163,7 @@ class MemoryPlan:
         return self.least <= self.room
 
     def _peak(self, slots=0, certain=False, times=TIMES):
-        """Return the phase of peak memory with so many bytes of keys and values, its bytes and its parts.
+        """Return the phase of peak memory with `slots` bytes of keys and values, its bytes and its parts.
 
         If `certain`, upper bounds are left out.
         """
@@ -223,11 +223,10 @@ def gib(count: float) -> str:
 def activation_bytes(
     model: PreTrainedModel, dtype: torch.dtype, tokens: int, *, recomputed: int, fused: bool = False
 ) -> tuple[int, int, int]:
-    """Compute an upper bound on the bytes of a micro-batch's activations.
+    """Compute upper bounds on the bytes of a micro-batch's activations. The first `recomputed` layers are recomputed.
 
-    The backward pass recomputes the first `recomputed` layers. Returns three numbers. The first is kept by the layers
-    for the backward pass. The second is held by the last norm and the head until then. The third is added by the
-    backward of one layer, with its recomputed activations.
+    The first number is kept by the layers for the backward pass, and the second by the last norm and the head until
+    then. The third is added by the backward of one layer, with its recomputed activations.
     """
     config, b = model.config.get_text_config(), dtype.itemsize
     h, layer = config.hidden_size, _layer_bytes(model, b, fused)

@@ -161,25 +161,15 @@ if TYPE_CHECKING:  # an extra
 
 @dataclass(frozen=True)
 class Made:
-    """The policy of a run, with its tokenizer and plan.
-
-    Attributes:
-        policy: The policy.
-        tokenizer: Its tokenizer.
-        plan: The plan of the run's memory, or None if it cannot be planned.
-        digest: The digest of the weights without adapters, if a resumed run needs the same weights; else None.
-        parallel: ddp or fsdp2.
-        why: The reason for `parallel`, for the log.
-        wrapper: peft's `PeftModel` if there are adapters; else None.
-    """
+    """The policy of a run, with its tokenizer and plan."""
 
     policy: Policy
     tokenizer: PreTrainedTokenizerBase
-    plan: MemoryPlan | None
-    digest: str | None
-    parallel: str
-    why: str
-    wrapper: "PeftModel | None"
+    plan: MemoryPlan | None  # None if the run's memory cannot be planned
+    digest: str | None  # of the weights without adapters, if a resumed run needs the same weights
+    parallel: str  # ddp or fsdp2
+    why: str  # the reason for `parallel`, for the log
+    wrapper: "PeftModel | None"  # None without adapters
 
 
 def make_policy(
