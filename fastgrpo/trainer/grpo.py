@@ -204,15 +204,13 @@ class GRPOTrainer:
             self.policy, self.optimizer, self.schedule, max_grad_norm=args.max_grad_norm,
             max_tokens=micro_batch, timer=self.timer, ranks=ranks,
         )  # fmt: skip
-        judged = self.rewards is not None  # without rewards, no completions are generated
         self.sleeps = self.plan is not None and self.plan.released
         self.engine = None
-        if judged:
+        if self.rewards is not None:  # without rewards, no completions are generated
             self.engine = make_backend(self.policy.for_rollouts, args, self._bytes_to_come, self.sleeps)
         self.live = None if args.serve_port is None else self._make_live()
         self._prepare()
-        functions = self.rewards.functions if judged else []
-        self.inputs = inputs_of(args, functions, model, (train_rows, *self.held_out.values()))
+        self.inputs = inputs_of(args, model)
         self.copies = HostCopies()
         self.optimizer.adamw.register_step_pre_hook(self.copies.before_update)
         self.panels, self.log, self.left = panels, None, False  # left: a script has written to the run folder
