@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import math
 import os
 import re
 import time
@@ -19,7 +18,7 @@ from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data.prompts import transcript
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.run.folder import RunFolder, contents, made_in, remove
-from fastgrpo.run.metrics import SAMPLE_COLUMNS, entry, read_history, reduced
+from fastgrpo.run.metrics import SAMPLE_COLUMNS, entry, finite, read_history, reduced
 from fastgrpo.run.resume import open_run
 from fastgrpo.run.terminal import Terminal
 from fastgrpo.run.trackers import TRACKERS, named
@@ -183,15 +182,7 @@ def _line(row):
     try:
         return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
     except ValueError:
-        return json.dumps(_finite(row), ensure_ascii=False) + "\n"
-
-
-def _finite(value):
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return json.dumps(finite(row), ensure_ascii=False) + "\n"
 
 
 _LINES = ("metrics", "samples", "warnings")  # the names of the .jsonl files
