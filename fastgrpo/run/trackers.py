@@ -41,22 +41,7 @@ def named(step: int, values: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-class Tracker:
-    """A tracker, created with (config, folder, checkpoint)."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send metrics."""
-        raise NotImplementedError
-
-    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Send a table of completions; a tracker without tables ignores it."""
-
-    def close(self) -> None:
-        """Send pending data, and close."""
-        raise NotImplementedError
-
-
-class TensorBoard(Tracker):
+class TensorBoard:
     """Event files in the folder `tensorboard` of the run."""
 
     def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None:
@@ -70,11 +55,14 @@ class TensorBoard(Tracker):
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
+    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Ignore tables, which TensorBoard does not have."""
+
     def close(self) -> None:
         self.writer.close()
 
 
-class WandB(Tracker):
+class WandB:
     """A run of Weights & Biases, whose files lie in the folder `wandb` of the run."""
 
     def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None:
@@ -118,7 +106,7 @@ class WandB(Tracker):
         self.run.finish()
 
 
-class Trackio(Tracker):
+class Trackio:
     """A run of trackio, in its SQLite database (in TRACKIO_DIR, or Hugging Face's cache). `trackio show` shows it."""
 
     def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None:
