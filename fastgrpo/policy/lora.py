@@ -205,10 +205,8 @@ def lora_settings(config: Any, name: str = "peft_config") -> dict[str, Any]:
 
     plain = LoraConfig()
     for field in dataclasses.fields(LoraConfig):
-        value = getattr(config, field.name)
-        if field.name not in (*USED, *IGNORED) and value and value != getattr(plain, field.name):
-            raise ValueError(f"{name}: {field.name}={value!r} is not supported; omit {field.name}")
-        if field.name not in (*USED, *IGNORED) and not value and getattr(plain, field.name):
+        value, default = getattr(config, field.name), getattr(plain, field.name)
+        if field.name not in (*USED, *IGNORED) and (value or default) and value != default:
             raise ValueError(f"{name}: {field.name}={value!r} is not supported; omit {field.name}")
     if config.task_type not in (None, "CAUSAL_LM"):
         raise ValueError(f"{name}: task_type={config.task_type!r} is not supported; use CAUSAL_LM")
