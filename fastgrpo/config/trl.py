@@ -314,7 +314,7 @@ ACCEPTED = {"hub_strategy": ("every_save", "end")}
 # fmt: on
 MADE, IDLE_WHY, INSTEAD = (
     {name: row[-1] for row in rows for name in row[0].split()} for rows in (TRANSLATED, IDLE, REFUSED)
-)  # fmt: skip
+)
 # Names that `GRPOConfig` takes and that are not settings.
 THEIRS = {*MADE, *IDLE_WHY, *INSTEAD}
 # Settings of the same name whose values TRL spells differently.
