@@ -38,12 +38,10 @@ def wrap_lora(
     model: PreTrainedModel, *, r: int = 16, alpha: float = 32, target_modules: Iterable[str] = (), seed: int = 0
 ) -> "PeftModel":
     """Do the same as `add_lora`, and return peft's `PeftModel`."""
-    try:
-        from peft import LoraConfig, get_peft_model
-        from peft.tuners.lora import ParamWrapper
-        from peft.tuners.tuners_utils import BaseTunerLayer
-    except ImportError:
-        raise ValueError("use_peft needs the package: pip install 'fastgrpo[lora]'") from None
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import ParamWrapper
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     refuse_adapters(model)
     names = list(target_modules) or None
     if "all-linear" in target_modules:
