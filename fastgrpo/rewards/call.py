@@ -60,9 +60,9 @@ class Rewards:
     `completions` are then lists of messages with roles.
 
     A function gets its own copies, so it may change them. It may use the global random generators, which are seeded and
-    saved with the run. Afterwards the working directory and the modes of torch are restored. Every exception is a
-    failure of the function, except KeyboardInterrupt. Its name is its `__name__`; a second function of the same name is
-    name_2.
+    saved with the run. Afterwards the working directory and torch's gradient and inference modes are restored. Every
+    exception is a failure of the function, except KeyboardInterrupt. Its name is its `__name__`; a second function of
+    the same name is name_2.
 
     With a time limit or workers, functions run in other processes (`begin`), usually with one completion a call.
     """
