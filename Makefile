@@ -128,8 +128,8 @@ pages: settings
 	$(BIN)/python -m benchmarks.architectures > docs/architectures.md
 
 settings: $(VENV)/.installed
-	$(BIN)/python -m fastgrpo.config.page from-trl > docs/from-trl.md
-	$(BIN)/python -m fastgrpo.config.page > docs/settings.md
+	$(BIN)/python docs/pages.py from-trl > docs/from-trl.md
+	$(BIN)/python docs/pages.py > docs/settings.md
 	$(BIN)/python tests/config/test_help.py > tests/config/help.txt
 
 # The pictures of the pages that explain; docs/pictures/ has them.

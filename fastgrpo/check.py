@@ -27,12 +27,11 @@ from fastgrpo.config.fields import Count, NotNegative, Positive, Whole, settings
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.prompts import check_turns, checked_row, shortened
 from fastgrpo.data.records import Sample, TrainerState, with_text
-from fastgrpo.data.rows import as_rows
 from fastgrpo.policy.device import choose_device
 from fastgrpo.ranks import refuse_ranks
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.run.terminal import print_columns
-from fastgrpo.tasks import find_task, needed_rewards
+from fastgrpo.tasks import find_task, held_out_rows, needed_rewards
 
 TRUNCATED = 0.1  # share of truncated completions above which a warning is printed
 TITLES = ("reward", "mean", "std", "groups with std > 0", "None", "errors", "timeouts", "ms per completion")
@@ -98,7 +97,7 @@ def check(argv: list[str]) -> int:
         tokenizer = load_tokenizer(path, config.trust_remote_code)
     task = find_task(config.task).build(config, tokenizer)
     functions = needed_rewards(task, config)
-    rows = _rows(task, config).head(config.max_samples)
+    rows = held_out_rows(task, config).head(config.max_samples)
     groups = list(rows.each(_given)) if path is None else _draw(rows.map(_without), tokenizer, config)
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
     with Rewards(functions) as rewards:
@@ -120,14 +119,6 @@ def check(argv: list[str]) -> int:
             f"{config.max_completion_length}; raise it, or ask for shorter answers"
         )
     return warnings + (cut > TRUNCATED)
-
-
-def _rows(task, config):
-    """Return the held-out rows of a task."""
-    test = task.test()
-    if test is None:
-        raise ValueError(f"the data set has no split {config.dataset_test_split!r}; pass --dataset_test_split SPLIT")
-    return as_rows(test, f"test of task {config.task}")
 
 
 def _check_sampler(config):
@@ -157,7 +148,7 @@ def _check_environment(config):
     if config.dataset_name is not None:
         if config.dataset_name.endswith(".jsonl"):
             config = dataclasses.replace(config, dataset_test_split="train")
-        rows = _rows(find_task(config.task).build(config, None), config).head(1)
+        rows = held_out_rows(find_task(config.task).build(config, None), config).head(1)
         row = _without(next(iter(rows.each(lambda row: row))))
     factory = None if config.environment is None else find_environment(config.environment)
     found = list(check_environment(factory, find_tools(config.tools), row, config.tool_timeout))

@@ -18,11 +18,10 @@ from fastgrpo.config.fields import Count, Several, Size, Temperature, settings_c
 from fastgrpo.config.recipe import take_flag, task_defaults
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.records import TrainerState
-from fastgrpo.data.rows import as_rows
 from fastgrpo.policy.device import choose_device
 from fastgrpo.ranks import join
 from fastgrpo.run.terminal import Terminal, print_columns
-from fastgrpo.tasks import find_task, needed_rewards
+from fastgrpo.tasks import find_task, held_out_rows, needed_rewards
 
 
 @settings_class
@@ -104,19 +103,11 @@ def _evaluate_model(path, tokenizer, config, ranks):
     from fastgrpo.tools.prompts import Prompts
 
     task = find_task(config.task).build(config, tokenizer)
-    test = task.test()
-    if test is None:
-        raise ValueError(
-            f"task {config.task} has no split {config.dataset_test_split!r} to evaluate on; name one with "
-            "--dataset_test_split"
-        )
-    if not len(test):
-        raise ValueError(f"split {config.dataset_test_split!r} of task {config.task} has no rows to evaluate on")
+    rows = held_out_rows(task, config).head(config.max_eval_samples)
     environments = find_environments(config, task.tools, task.environment)
     own = len(environments.rewards) if environments else 0
     rewards = Rewards(needed_rewards(task, config, environments), **rewards_settings(config, own))
     rewards.device(choose_device(config.device), config.reward_device)  # raises before the model is loaded
-    rows = as_rows(test, f"test of task {config.task}").head(config.max_eval_samples)
     policy, engine, sampling = load_sampler(path, tokenizer, config, top_p=config.top_p, top_k=config.top_k)
     rewards.place(rewards.device(policy.device, config.reward_device), tokenizer)
     source = Prompts.of(tokenizer, config, environments, sampling.stop_token_ids)

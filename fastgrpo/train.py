@@ -32,7 +32,7 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
         trainer = GRPOTrainer(path, rewards, config, train, test, opened.tokenizer, **how)
     else:
         ranks = join(config.device, config.ddp_timeout)
-        log = open_log(config, inputs_of(config, rewards.functions), ranks)
+        log = open_log(config, inputs_of(config), ranks)
         try:
             path = _make_policy(opened.module, config, log) if ranks.lead else None
             path = ranks.from_lead(path, "the warm start of rank 0")

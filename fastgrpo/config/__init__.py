@@ -1,8 +1,8 @@
 """Settings, their validation, YAML files and the command line.
 
 A setting is a field with a docstring. `sections.py` defines the fields, `settings.py` the records, `validation.py`
-rules about several settings, `trl.py` TRL's names, `page.py` docs/settings.md, `recipe.py` YAML files, and `command.py`
-the shared code of commands.
+rules about several settings, `trl.py` TRL's names, `recipe.py` YAML files, and `command.py` the shared code of
+commands.
 """
 
 import os

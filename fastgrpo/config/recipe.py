@@ -25,18 +25,10 @@ Config = TypeVar("Config", bound=TrainingConfig)
 
 
 def read_yaml(text: str) -> Any:
-    """Parse YAML. Refuse duplicate keys, and aliases of lists and dictionaries."""
+    """Parse YAML, and refuse duplicate keys."""
     import yaml  # not before a file is read
 
     class Loader(yaml.SafeLoader):
-        def compose_node(self, parent, index):
-            alias = self.check_event(yaml.AliasEvent)
-            line = self.peek_event().start_mark.line + 1
-            node = super().compose_node(parent, index)
-            if alias and not isinstance(node, yaml.ScalarNode):
-                raise ValueError(f"line {line} has an alias (*name) of a list or dictionary; repeat the value")
-            return node
-
         def construct_mapping(self, node, deep=False):
             mapping, lines = super().construct_mapping(node, deep), {}
             for key, _ in node.value:
@@ -48,8 +40,6 @@ def read_yaml(text: str) -> Any:
 
     try:
         return yaml.load(text, Loader)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
     except Exception as error:  # its constructors also raise KeyError, AttributeError and others for a value
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
 

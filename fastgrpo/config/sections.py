@@ -32,12 +32,6 @@ LARGEST_REWARD = 3.4e38
 POOL_WORKERS = 8  # maximum default number of reward workers
 PRM_AGGREGATIONS = ("min", "mean", "last", "product")
 HUB_DATA = {"gsm8k": "openai/gsm8k"}  # task -> its data set on the hub if dataset_name is None
-_ENGINE = "fastgrpo.rollout.engine.RolloutEngine"
-# Rollout backend -> its class, which `fastgrpo.rollout.make_backend` imports.
-ROLLOUT_BACKENDS = {
-    "fast": _ENGINE, "eager": _ENGINE, "hf": "fastgrpo.rollout.hf.HFBackend",
-    "vllm": "fastgrpo.rollout.vllm.VLLMBackend",
-}  # fmt: skip
 
 
 def _text(value):

@@ -312,10 +312,9 @@ REFUSED = [
 # Values of refused arguments that are accepted, besides those that are off.
 ACCEPTED = {"hub_strategy": ("every_save", "end")}
 # fmt: on
-# Arguments of earlier versions of TRL and transformers.
-OLDER = {"logging_dir", "max_prompt_length", "save_safetensors", "warmup_ratio"}
-MADE, IDLE_WHY, INSTEAD = ({name: row[-1] for row in rows for name in row[0].split()}
-                           for rows in (TRANSLATED, IDLE, REFUSED))  # fmt: skip
+MADE, IDLE_WHY, INSTEAD = (
+    {name: row[-1] for row in rows for name in row[0].split()} for rows in (TRANSLATED, IDLE, REFUSED)
+)
 # Names that `GRPOConfig` takes and that are not settings.
 THEIRS = {*MADE, *IDLE_WHY, *INSTEAD}
 # Settings of the same name whose values TRL spells differently.

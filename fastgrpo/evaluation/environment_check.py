@@ -5,7 +5,6 @@ instances at the same time.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
@@ -143,7 +142,7 @@ class _Check:
             self.tell(f"get_reward() fails: {type(error).__name__}: {error}")
             return None
         given = None if value is None else number(value)
-        if value is not None and (given is None or not math.isfinite(given)):
+        if value is not None and given is None:
             self.tell(f"get_reward() returns {shortened(value)}, not a finite number or None")
         return given
 

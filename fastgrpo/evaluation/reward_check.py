@@ -17,7 +17,7 @@ import torch
 from fastgrpo.data.prompts import RESERVED, copied, shortened
 from fastgrpo.data.records import Sample, TrainerState
 from fastgrpo.rewards.answers import completion_text
-from fastgrpo.rewards.call import Rewards, reward_matrix
+from fastgrpo.rewards.call import Rewards, parameters_of, reward_matrix
 from fastgrpo.rewards.guard import Failure, attempt, listed, plain
 from fastgrpo.rewards.pool import DIED
 
@@ -232,13 +232,9 @@ def _tell_failures(found, watched, function, completions):
 
 def _needed(function) -> Iterable[str]:
     """Return the names of the columns that a function requires."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin without a signature
-        return []
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    own = {*RESERVED, "log_steps"}
-    return [p.name for p in parameters if p.kind in kinds and p.default is p.empty and p.name not in own]
+    given = parameters_of(function).values()
+    return [p.name for p in given if p.kind in kinds and p.default is p.empty and p.name not in RESERVED]
 
 
 def _tell_values(found, rewards, groups, completions):

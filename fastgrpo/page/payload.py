@@ -6,14 +6,13 @@ The curves of a run share their axes; `at` holds the positions of a curve's poin
 import bisect
 import dataclasses
 import datetime
-import json
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 from fastgrpo.page.reading import Run, finite
-from fastgrpo.page.samples import read_samples, usable
-from fastgrpo.run.curves import PANELS, Panel, is_measured
+from fastgrpo.page.samples import read_samples, short, text_of, usable
+from fastgrpo.run.curves import PANELS, Panel, duration, is_measured
 from fastgrpo.run.metrics import METRICS
 
 SAMPLES_BYTES = 6_000_000  # samples of all runs: the page stays below 12 MB, with 2 MB of plotly
@@ -90,12 +89,12 @@ def _curves(run, points):
     for name, (at, values) in run.series.items():
         series[name] = {
             "at": [place_of[at[place]] for place in kept[name]],
-            "value": [_short(values[place]) for place in kept[name]],
+            "value": [short(values[place]) for place in kept[name]],
         }
         if len(values) > points:
             thinned += 1
             means, lines = stretches_of(values, kept[name])
-            series[name] |= {"mean": [_short(mean) for mean in means], "lines": lines}
+            series[name] |= {"mean": [short(mean) for mean in means], "lines": lines}
     note = (
         f"{run.name}: {thinned} curves are drawn with at most {points:,} points. The smallest and the largest value of "
         "each interval are kept, and the moving average uses all values."
@@ -111,18 +110,8 @@ def _axes(run, steps):
     axes = {"step": steps}
     for name, (at, values) in known.items():
         places = [bisect.bisect_right(at, step) for step in steps] if values else []
-        axes[name] = [_short(values[place - 1], 9) if place else 0 for place in places]
+        axes[name] = [short(values[place - 1], 9) if place else 0 for place in places]
     return axes
-
-
-def text_of(value: Any) -> str:
-    """Format the value of a setting for the page."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _short(value, digits=6):
-    """Round to so many digits; null if not finite."""
-    return value if isinstance(value, int) else None if finite(value) is None else float(f"{value:.{digits}g}")
 
 
 def kept_of(values: Sequence[float], points: int = POINTS) -> list[int]:
@@ -266,12 +255,3 @@ def cumulative_seconds(run: Run) -> dict[int, float]:
 def number(value: float) -> str:
     """Format a figure with three decimals, or three digits if it is far from 1."""
     return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 100 else f"{value:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """Format a duration."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {rest} s"

@@ -13,7 +13,6 @@ from importlib.resources import files
 from typing import Any
 
 SCRIPTS = ("page.js", "charts.js", "samples.js")
-SURROGATE = re.compile("[\ud800-\udfff]")
 # Characters that could end a script element, or a line of JavaScript, in a JSON string.
 ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
@@ -23,7 +22,7 @@ def render(payload: dict[str, Any]) -> str:
     from plotly.offline import get_plotlyjs
 
     text = json.dumps(payload, ensure_ascii=False, allow_nan=False).translate(str.maketrans(ESCAPES))
-    text = SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)  # lone surrogates, which UTF-8 cannot encode
+    text = text.encode("utf-8", "backslashreplace").decode()  # lone surrogates, which UTF-8 cannot encode
     plotly = get_plotlyjs().encode()
     parts = {
         "styles": asset("style.css"),

@@ -159,9 +159,9 @@ def _edges(values):
     places = [(value - low) / gap for value in values] if high - low < 1e15 else [BINS]
     on_grid = places[-1] < BINS and all(abs(place - round(place)) < 1e-6 for place in places)
     if on_grid:  # such as 0 and 1: each value is in the middle of its own bin
-        return [_short(low + (i - 0.5) * gap) for i in range(round(places[-1]) + 2)]
+        return [short(low + (i - 0.5) * gap, 7) for i in range(round(places[-1]) + 2)]
     width = high / BINS - low / BINS
-    return [_short(low + i * width) for i in range(BINS)] + [_short(high + width / 1e6)]
+    return [short(low + i * width, 7) for i in range(BINS)] + [short(high + width / 1e6, 7)]
 
 
 def _count(values, edges):
@@ -171,8 +171,9 @@ def _count(values, edges):
     return counts
 
 
-def _short(value):
-    return float(f"{value:.7g}")
+def short(value: float, digits: int = 6) -> float | int | None:
+    """Round to so many digits; null if not finite."""
+    return value if isinstance(value, int) else None if finite(value) is None else float(f"{value:.{digits}g}")
 
 
 class Plan(NamedTuple):
@@ -276,7 +277,7 @@ def _content(turn):
     more = {name: value for name, value in turn.items() if name not in ("role", "content") and value is not None}
     if not more:
         return content
-    return (content if isinstance(content, str) else _json(content) if content else "") + "\n" + _json(more)
+    return _as_text(content or None) + "\n" + text_of(more)
 
 
 def _completion(row, plan):
@@ -357,12 +358,13 @@ def _plain(value, cut):
     return _text(value, cut) if finite(value) is None else value
 
 
-def _json(value):
-    return json.dumps(value, ensure_ascii=False)
+def text_of(value: Any) -> str:
+    """Return a text unchanged, and other values as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _as_text(value):
-    return "" if value is None else value if isinstance(value, str) else _json(value)
+    return "" if value is None else text_of(value)
 
 
 def _text(value, cut):

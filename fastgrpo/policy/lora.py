@@ -38,12 +38,10 @@ def wrap_lora(
     model: PreTrainedModel, *, r: int = 16, alpha: float = 32, target_modules: Iterable[str] = (), seed: int = 0
 ) -> "PeftModel":
     """Do the same as `add_lora`, and return peft's `PeftModel`."""
-    try:
-        from peft import LoraConfig, get_peft_model
-        from peft.tuners.lora import ParamWrapper
-        from peft.tuners.tuners_utils import BaseTunerLayer
-    except ImportError:
-        raise ValueError("use_peft needs the package: pip install 'fastgrpo[lora]'") from None
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import ParamWrapper
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     refuse_adapters(model)
     names = list(target_modules) or None
     if "all-linear" in target_modules:
@@ -205,10 +203,8 @@ def lora_settings(config: Any, name: str = "peft_config") -> dict[str, Any]:
 
     plain = LoraConfig()
     for field in dataclasses.fields(LoraConfig):
-        value = getattr(config, field.name)
-        if field.name not in (*USED, *IGNORED) and value and value != getattr(plain, field.name):
-            raise ValueError(f"{name}: {field.name}={value!r} is not supported; omit {field.name}")
-        if field.name not in (*USED, *IGNORED) and not value and getattr(plain, field.name):
+        value, default = getattr(config, field.name), getattr(plain, field.name)
+        if field.name not in (*USED, *IGNORED) and (value or default) and value != default:
             raise ValueError(f"{name}: {field.name}={value!r} is not supported; omit {field.name}")
     if config.task_type not in (None, "CAUSAL_LM"):
         raise ValueError(f"{name}: task_type={config.task_type!r} is not supported; use CAUSAL_LM")

@@ -72,20 +72,15 @@ def quantize(model: PreTrainedModel, name: str, device: torch.device | str) -> P
     """
     device, lm_head = torch.device(device), model.get_output_embeddings()
     if name == "int8":
-        try:
-            from torchao.quantization import Int8WeightOnlyConfig, quantize_
-        except ImportError:
-            raise ValueError("ref_storage=int8 needs torchao: pip install 'fastgrpo[quantization]'") from None
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
         config = Int8WeightOnlyConfig(set_inductor_config=False)  # inductor's config also enables TF32
         quantize_(
             model, config, lambda module, _: isinstance(module, torch.nn.Linear) and module is not lm_head, device
         )
         return model.to(device)
     if device.type != "meta":
-        try:
-            import bitsandbytes  # noqa: F401 - it registers its operators
-        except ImportError:
-            raise ValueError("nf4 needs bitsandbytes: pip install 'fastgrpo[quantization]'") from None
+        import bitsandbytes  # noqa: F401 - it registers its operators
     # Subclasses, such as routers, may compute something else.
     named = [(path, it) for path, it in model.named_modules() if type(it) is torch.nn.Linear]
     linear = [(path, it) for path, it in named if it is not lm_head and ADAPTER not in path]

@@ -60,9 +60,9 @@ class Rewards:
     `completions` are then lists of messages with roles.
 
     A function gets its own copies, so it may change them. It may use the global random generators, which are seeded and
-    saved with the run. Afterwards the working directory and the modes of torch are restored. Every exception is a
-    failure of the function, except KeyboardInterrupt. Its name is its `__name__`; a second function of the same name is
-    name_2.
+    saved with the run. Afterwards the working directory and torch's gradient and inference modes are restored. Every
+    exception is a failure of the function, except KeyboardInterrupt. Its name is its `__name__`; a second function of
+    the same name is name_2.
 
     With a time limit or workers, functions run in other processes (`begin`), usually with one completion a call.
     """
@@ -313,7 +313,7 @@ def check_function(function: Any) -> None:
             "fastgrpo.rewards.find_reward finds a function, a model or a server by its name, and "
             "fastgrpo.rewards.models.RewardModel makes a function of a model"
         )
-    parameters = _parameters(function).values()
+    parameters = parameters_of(function).values()
     if parameters and not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         name = getattr(function, "__name__", type(function).__name__)
         raise ValueError(
@@ -323,7 +323,7 @@ def check_function(function: Any) -> None:
         )
 
 
-def _parameters(function):
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of a function by name; none if it has no signature, like some C callables."""
     try:
         return inspect.signature(function).parameters
@@ -352,7 +352,7 @@ def pooled(function: Callable) -> bool:
     One with its own model or processes has `pooled = False`. Environments are in this process, so a function that names
     them runs here too.
     """
-    return getattr(function, "pooled", True) and "environments" not in _parameters(function)
+    return getattr(function, "pooled", True) and "environments" not in parameters_of(function)
 
 
 def arguments(completions: Sequence[Sample], columns: Iterable[str]) -> dict[str, list]:

@@ -1,7 +1,7 @@
 """Runs reward functions safely: exceptions become values, and changed modes are restored.
 
-A reward function is the user's code. It may raise anything, change modes of the process, or fork. The package runs such
-code only through `attempt`.
+A reward function is the user's code. It may raise anything, and change modes of the process. The package runs such code
+only through `attempt`.
 """
 
 import asyncio
@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -51,23 +50,13 @@ def described(error: BaseException) -> Failure:
 
 
 def attempt(call: Callable[[], Any]) -> Any:
-    """Run code of a reward function.
-
-    Restores the working directory and the modes of torch. A process that the code forked exits here, because two
-    processes must not continue one run.
-    """
-    process = os.getpid()
+    """Run code of a reward function, and restore the working directory and modes of torch."""
     try:
         with modes_kept():
             result = call()
     except BaseException as error:
         result = Failure(error)
     error = result.error if isinstance(result, Failure) else None
-    if os.getpid() != process:  # exit as Python would, without the cleanup of the run
-        code = error.code if isinstance(error, SystemExit) else int(error is not None)
-        if not isinstance(error, SystemExit | None):
-            traceback.print_exception(error)
-        os._exit((code or 0) & 0xFF if isinstance(code, int | None) else 1)
     if isinstance(error, KeyboardInterrupt):
         raise error
     return result
@@ -75,25 +64,9 @@ def attempt(call: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def modes_kept() -> Iterator[None]:
-    """Make a context that restores the working directory and torch's modes: gradients, inference, autocast, and so on.
-
-    It does not restore the random generators.
-    """
+    """Make a context that restores the working directory, and torch's gradient and inference modes."""
     import torch  # here, because the processes of a pool do not need it
 
-    def set_device(device):
-        # A default device slows every operation down, and the CPU is the default without one.
-        torch.set_default_device(None if device == torch.device("cpu") else device)
-
-    modes = [
-        (torch.get_default_dtype, torch.set_default_dtype),
-        (torch.get_default_device, set_device),
-        (torch.get_num_threads, torch.set_num_threads),
-        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    ]
-    for kind in ("cpu", "cuda"):
-        modes.append((partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)))
-    before = [read() for read, _ in modes]
     inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     # A descriptor still finds a folder that was renamed or deleted.
     folder = os.open(".", os.O_RDONLY | getattr(os, "O_PATH", 0))
@@ -105,9 +78,6 @@ def modes_kept() -> Iterator[None]:
     finally:
         os.fchdir(folder)
         os.close(folder)
-        for (read, write), value in zip(modes, before, strict=True):
-            if read() != value:
-                write(value)
 
 
 def awaited(results: Sequence[Any]) -> list[Any]:

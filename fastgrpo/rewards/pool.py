@@ -29,7 +29,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from copy import copy
@@ -360,18 +359,13 @@ def _arguments(given, state):
 
 def _call(function, given, state, loop):
     """Call a function, or await its result. Return the result and the calls of logging functions."""
-    process, (arguments, logged) = os.getpid(), _arguments(given, state)
+    arguments, logged = _arguments(given, state)
     try:
         result = function(**arguments)
-        if os.getpid() == process:
-            result = loop.run(_awaited(result)) if inspect.isawaitable(result) else result
-            return _listed(result, given.count), logged
+        result = loop.run(_awaited(result)) if inspect.isawaitable(result) else result
+        return _listed(result, given.count), logged
     except BaseException as error:
-        if os.getpid() == process:
-            return described(error)
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)  # two processes must not answer on one pipe
+        return described(error)
 
 
 async def _awaited(result):

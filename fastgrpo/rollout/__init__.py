@@ -9,12 +9,9 @@ Terms of the engine:
   its drawn tokens.
 """
 
-import dataclasses
-import importlib
 from collections.abc import Callable
 from typing import Any
 
-from fastgrpo.config.sections import ROLLOUT_BACKENDS
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.backend import RolloutBackend
 
@@ -31,9 +28,22 @@ def make_backend(
         enable_sleep_mode: As for `RolloutEngine`.
     """
     name = config.rollout_backend
-    if name == "auto":
-        name = "hf" if policy.own_attention else "fast"
-        config = dataclasses.replace(config, rollout_backend=name)
-    module, _, name = ROLLOUT_BACKENDS[name].rpartition(".")
-    own = {"enable_sleep_mode": True} if enable_sleep_mode else {}
-    return getattr(importlib.import_module(module), name).from_config(policy, config, reserved, **own)
+    if name == "hf" or (name == "auto" and policy.own_attention):
+        from fastgrpo.rollout.hf import HFBackend
+
+        return HFBackend(policy, config.max_num_seqs)
+    if name == "vllm":
+        from fastgrpo.rollout.vllm import VLLMBackend
+
+        backend = VLLMBackend(
+            policy, config.max_num_seqs, base_urls=config.vllm_server_base_url, timeout=config.vllm_server_timeout,
+            weights_dir=config.vllm_weights_dir, staleness_policy=getattr(config, "staleness_policy", "wait"),
+        )  # fmt: skip
+        backend.nccl &= not getattr(config, "max_staleness", 0)  # the weights may change while they are sent
+        return backend
+    from fastgrpo.rollout.engine import RolloutEngine
+
+    return RolloutEngine(
+        policy, max_num_seqs=config.max_num_seqs, memory_utilization=config.rollout_memory_utilization,
+        enforce_eager=name == "eager", reserved=reserved, enable_sleep_mode=enable_sleep_mode,
+    )  # fmt: skip

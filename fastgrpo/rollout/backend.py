@@ -5,7 +5,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -68,24 +67,6 @@ class RolloutBackend(ABC):
         self.preemptions = 0  # number of groups that were restarted since then
         self.after_step = None  # called after each step of `run`
         self.peak = 0  # GPU memory that was in use before the last `sleep`, in bytes; 0 if torch counts all of it
-
-    @classmethod
-    def from_config(
-        cls,
-        policy: Policy,
-        config: Any,
-        reserved: Callable[[], int] | None = None,
-        enable_sleep_mode: bool = False,
-    ) -> "RolloutBackend":
-        """Create the backend from settings.
-
-        Args:
-            policy: The policy to sample from.
-            config: Settings with the fields of the engine's section.
-            reserved: As for `RolloutEngine`; ignored by backends that plan no memory.
-            enable_sleep_mode: As for `RolloutEngine`; ignored by backends that keep no memory.
-        """
-        return cls(policy, config.max_num_seqs)
 
     def add_request(
         self,

@@ -27,7 +27,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, wait
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
@@ -117,24 +116,6 @@ class RolloutEngine(RolloutBackend):
         self.memory_left = lambda device=self.policy.device: memory_left(device, reserved() if reserved else 0)
         self.weights = HeldWeights(self.policy, self.graphs, self.memory_left, self.mapped)
         self.steps = 0  # decode steps so far
-
-    @classmethod
-    def from_config(
-        cls,
-        policy: Policy,
-        config: Any,
-        reserved: Callable[[], int] | None = None,
-        enable_sleep_mode: bool = False,
-    ) -> "RolloutEngine":
-        """Create the engine from settings."""
-        return cls(
-            policy,
-            max_num_seqs=config.max_num_seqs,
-            memory_utilization=config.rollout_memory_utilization,
-            enforce_eager=config.rollout_backend == "eager",
-            reserved=reserved,
-            enable_sleep_mode=enable_sleep_mode,
-        )
 
     def _stop(self, request):
         lanes = [lane for lane, running in enumerate(self.running) if running and running.group.request is request]

@@ -222,16 +222,6 @@ class VLLMBackend(RolloutBackend):
         transfer = options["weight_transfer_config"] or {}
         self.nccl = transfer.get("backend") == "nccl" and not has_adapters(module)
 
-    @classmethod
-    def from_config(cls, policy: Policy, config: Any, reserved: Callable[[], int] | None = None) -> "VLLMBackend":
-        """Create the backend from settings."""
-        made = cls(
-            policy, config.max_num_seqs, base_urls=config.vllm_server_base_url, timeout=config.vllm_server_timeout,
-            weights_dir=config.vllm_weights_dir, staleness_policy=getattr(config, "staleness_policy", "wait"),
-        )  # fmt: skip
-        made.nccl &= not getattr(config, "max_staleness", 0)  # the weights may change while they are sent
-        return made
-
     def _wait(self, work: Awaitable) -> Any:
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:

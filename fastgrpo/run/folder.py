@@ -5,13 +5,11 @@ run refuses a folder in which another file has one of its names.
 """
 
 import contextlib
-import errno
 import gc
 import os
 import re
 import shutil
 import socket
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -134,29 +132,22 @@ def lock(path: Path) -> FileLock:
 def _owner(file):
     """Read the last owner of a lock. Raises ValueError if the file is not the lock of a run."""
     try:
-        if stat.S_ISREG(os.lstat(file).st_mode):
-            owner = file.read_bytes()[:1000].decode(errors="replace")
-            if re.fullmatch(r"(process \d+ on .*)?", owner):
-                return owner
+        owner = file.read_text(errors="replace")
     except FileNotFoundError:
         return ""
+    if re.fullmatch(r"(process \d+ on .*)?", owner):
+        return owner
     raise ValueError(f"{file} is not the lock of a run; move it away, or choose another output_dir")
 
 
 def made_in(path: Path) -> set[str]:
     """Read the names of existing files and folders that runs made in a folder."""
     try:
-        with open(path / MADE, errors="replace", opener=_without_links) as file:
-            lines = file.read().splitlines()
+        lines = (path / MADE).read_text(errors="replace").splitlines()
     except OSError:
         return set()
     noted = {line.removeprefix(_GONE): not line.startswith(_GONE) for line in lines}  # the last line of a name counts
     return {name for name, there in noted.items() if there and NAMES.fullmatch(name)}
-
-
-def _without_links(path, flags):
-    """Open a file, but neither follow a link nor wait for the other end of a pipe."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def note(path: Path, *names: str, gone: bool = False) -> None:
@@ -166,17 +157,10 @@ def note(path: Path, *names: str, gone: bool = False) -> None:
     file.
     """
     assert all(NAMES.fullmatch(name) for name in names), names
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        descriptor = os.open(path / MADE, flags, 0o644)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise ValueError(f"{path / MADE} is not a list of files that runs made; move it away") from None
-        raise
-    with open(descriptor, "a") as file:
+    with open(path / MADE, "a") as file:
         file.writelines((_GONE if gone else "") + name + "\n" for name in names)
         file.flush()
-        os.fsync(descriptor)
+        os.fsync(file.fileno())
 
 
 def claim_output_dir(

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import math
 import os
 import re
 import time
@@ -19,7 +18,7 @@ from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data.prompts import transcript
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.run.folder import RunFolder, contents, made_in, remove
-from fastgrpo.run.metrics import SAMPLE_COLUMNS, entry, read_history, reduced
+from fastgrpo.run.metrics import SAMPLE_COLUMNS, entry, finite, read_history, reduced
 from fastgrpo.run.resume import open_run
 from fastgrpo.run.terminal import Terminal
 from fastgrpo.run.trackers import TRACKERS, named
@@ -179,15 +178,7 @@ def _line(row):
     try:
         return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
     except ValueError:
-        return json.dumps(_finite(row), ensure_ascii=False) + "\n"
-
-
-def _finite(value):
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return json.dumps(finite(row), ensure_ascii=False) + "\n"
 
 
 _LINES = ("metrics", "samples", "warnings")  # the names of the .jsonl files
@@ -274,32 +265,14 @@ class FollowedLog(RunLog):
     """A log with the metrics of rank 0 that writes nothing."""
 
     def __init__(self, config: TrainingConfig, path: Path, checkpoint: Path | None) -> None:
-        self.started, self.config = time.perf_counter(), config
+        self.started, self.config, self.terminal = time.perf_counter(), config, Terminal(silent=True)
         self.folder, self.dir, self.checkpoint = FollowedFolder(path), path, checkpoint
-        self._pending, self.latest, self.history = [], {}, []
-        self.terminal = Terminal(silent=True)
+        self._files, self._trackers, self._pending, self.latest, self.history = {}, [], [], {}, []
 
-    def write(self, step: int, values: dict[str, float]) -> dict[str, Any]:
-        """Add a line to the history, since a metric may select the best checkpoint."""
-        return self._note(step, values)
+    discard, load_state_dict = RunLog.close, RunLog._go_back
 
     def _append(self, name, rows):
         """Write no lines: rank 0 does."""
-
-    def completions(self, step: int, rows: Sequence[Mapping[str, Any]], shown: int | None) -> None:
-        """Show no completions."""
-
-    def discard(self) -> None:
-        """Close the log."""
-        self.close()
-
-    def close(self) -> None:
-        """Mark the run as ended."""
-        self.folder.close()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the metrics of a checkpoint."""
-        self._go_back(state)
 
 
 def open_log(config: TrainingConfig, inputs: Mapping[str, Path] | None = None, ranks: Ranks = ALONE) -> RunLog:

@@ -230,11 +230,16 @@ def entry(step: int, values: Mapping[str, float]) -> dict[str, Any]:
     held_out = [prefix for prefix, group in made.items() if isinstance(group, dict)]
     for prefix in held_out:
         made |= evaluated(made.pop(prefix), prefix)
-    return {name: _finite(value) for name, value in made.items()} | {"step": step}
+    return {name: finite(value) for name, value in made.items()} | {"step": step}
 
 
-def _finite(value):
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def finite(value: Any) -> Any:
+    """Replace NaN and infinity by None, also in lists and dicts."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def read_history(path: Path, size: int) -> list[dict[str, Any]]:

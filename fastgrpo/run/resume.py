@@ -3,10 +3,8 @@
 import hashlib
 import json
 import os
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,29 +238,8 @@ def digest_of_weights(weights: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-_OURS = Path(__file__).resolve().parent.parent
-
-
-def inputs_of(
-    config: TrainingConfig, functions: Sequence[Callable], model: Any = None, data: Sequence[Any] = ()
-) -> dict[str, Path]:
-    """Find the files and folders that a run reads."""
+def inputs_of(config: TrainingConfig, model: Any = None) -> dict[str, Path]:
+    """Return the paths of the model, the data set and train_file, if they are files or folders."""
     found = {"the model": getattr(model, "name_or_path", model), "the data set": config.dataset_name}
     found["the rows of train_file"] = getattr(config, "train_file", None)  # only in supervised training
-    for number, function in enumerate(functions, 1):
-        found[f"the file of reward function {number}"] = _source(function)
-        found[f"the model of reward function {number}"] = getattr(function, "name_or_path", None)
-    for rows in data:
-        rows = getattr(rows, "rows", rows)  # of a `Rows`
-        for file in getattr(rows, "cache_files", ()):
-            found[f"file {Path(file['filename']).name} of a data set"] = file["filename"]
     return {what: Path(path) for what, path in found.items() if path and Path(path).exists()}
-
-
-def _source(function):
-    """Return the file of a user's reward function, or None, as in a notebook."""
-    while isinstance(function, partial):
-        function = function.func
-    name = getattr(function, "__module__", None) or type(function).__module__
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return None if file is None or Path(file).resolve().is_relative_to(_OURS) else file

@@ -7,7 +7,6 @@ equal values.
 
 import contextlib
 import dataclasses
-import importlib
 import io
 import json
 import os
@@ -15,7 +14,6 @@ import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pydantic
@@ -41,44 +39,35 @@ def named(step: int, values: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-class Tracker:
-    """A tracker, created with (config, folder, checkpoint)."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send metrics."""
-        raise NotImplementedError
-
-    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Send a table of completions; a tracker without tables ignores it."""
-
-    def close(self) -> None:
-        """Send pending data, and close."""
-        raise NotImplementedError
-
-
-class TensorBoard(Tracker):
+class TensorBoard:
     """Event files in the folder `tensorboard` of the run."""
 
     def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None:
-        module = _module("tensorboard", "torch.utils.tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
         # purge_step hides the values that the interrupted run wrote after the checkpoint.
         purge_step = None if checkpoint is None else step_of(checkpoint) + 1
-        self.writer = module.SummaryWriter(folder.claim("tensorboard"), purge_step=purge_step)
+        self.writer = SummaryWriter(folder.claim("tensorboard"), purge_step=purge_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
+    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Ignore tables, which TensorBoard does not have."""
+
     def close(self) -> None:
         self.writer.close()
 
 
-class WandB(Tracker):
+class WandB:
     """A run of Weights & Biases, whose files lie in the folder `wandb` of the run."""
 
     def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None:
-        self.wandb = _module("wandb")
+        import wandb
+
+        self.wandb = wandb
         folder.claim("wandb")  # W&B makes this folder in the run folder
         known = _known(folder, "wandb", {"id": secrets.token_hex(4)})
         try:
@@ -118,11 +107,13 @@ class WandB(Tracker):
         self.run.finish()
 
 
-class Trackio(Tracker):
+class Trackio:
     """A run of trackio, in its SQLite database (in TRACKIO_DIR, or Hugging Face's cache). `trackio show` shows it."""
 
     def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None:
-        self.trackio = _module("trackio")
+        import trackio
+
+        self.trackio = trackio
         store = Path(self.trackio.utils.TRACKIO_DIR)
         try:  # trackio itself only warns
             store.mkdir(parents=True, exist_ok=True)
@@ -159,14 +150,6 @@ class Trackio(Tracker):
 
 
 TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
-
-
-def _module(name, module=None) -> ModuleType:
-    """Import a tracker's package."""
-    try:
-        return importlib.import_module(module or name)
-    except ImportError:
-        raise ValueError(f"report_to {name} needs a package that is missing: pip install {name}") from None
 
 
 def _known(folder, name, new):

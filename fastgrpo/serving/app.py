@@ -26,7 +26,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fastgrpo._version import __version__
 from fastgrpo.data.prompts import to_prompt
@@ -37,7 +36,7 @@ from fastgrpo.serving.protocol import APIError, Choice, TokenTexts
 from fastgrpo.serving.scheduler import PAUSES, Busy, Job, Scheduler
 
 logger = logging.getLogger(__name__)
-HEAD_SECONDS = 15  # time for the head of a request
+IDLE_SECONDS = 15  # time that a connection stays open between requests
 BODY_SECONDS = 30  # time for the body of a request
 SHUTDOWN_SECONDS = 5  # time for open requests when the server ends
 TEMPLATE_ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
@@ -547,29 +546,6 @@ async def _http_error(request, error):
     return JSONResponse(told.body, error.status_code)
 
 
-class Connection(H11Protocol):
-    """A connection that is closed when no request arrives in HEAD_SECONDS."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        """Start the clock."""
-        super().connection_made(transport)
-        self._check_later()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """Stop the clock."""
-        self._clock.cancel()
-        super().connection_lost(error)
-
-    def _check_later(self):
-        self._clock = self.loop.call_later(HEAD_SECONDS, self._check, self.cycle)
-
-    def _check(self, last):
-        if self.cycle is last and (last is None or last.response_complete):
-            self.transport.close()
-        else:
-            self._check_later()
-
-
 def listen(server: Server, host: str, port: int, flag: str = "--port") -> tuple[uvicorn.Server, socket.socket]:
     """Open a port; 0 takes a free one. `run(sockets=[...])` of the first result then serves it.
 
@@ -581,7 +557,7 @@ def listen(server: Server, host: str, port: int, flag: str = "--port") -> tuple[
     except OSError as error:
         raise ValueError(f"port {port} of {host} cannot be opened ({error.strerror}); choose another {flag}") from None
     config = uvicorn.Config(
-        server.app(), http=Connection, ws="none", log_config=None, server_header=False, proxy_headers=False,
-        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        server.app(), http="h11", ws="none", log_config=None, server_header=False, proxy_headers=False,
+        timeout_keep_alive=IDLE_SECONDS, timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )  # fmt: skip
     return uvicorn.Server(config), opened

@@ -26,6 +26,7 @@ from fastgrpo.config.sections import PromptConfig
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data import ShuffledRows, Source
 from fastgrpo.data.prompts import to_examples
+from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.policy.device import check_folder, check_packages, choose_device
 from fastgrpo.rewards import find_reward, prm_options
 from fastgrpo.run.checkpoint import save_model
@@ -85,6 +86,17 @@ def open_task(config: TrainingConfig, load: "Callable[[str, bool], PreTrainedTok
     check_schedule(config.lr_scheduler_type, config.schedule_kwargs)
     tokenizer = None if path is None else (load or load_tokenizer)(path, config.trust_remote_code)
     return Opened(module, module.build(config, tokenizer), tokenizer)
+
+
+def held_out_rows(task: Task, config: Any) -> Rows:
+    """Return the held-out rows of a task. Raise if there are none."""
+    test = task.test()
+    if test is None or not len(test):
+        raise ValueError(
+            f"task {config.task} has no rows in the split {config.dataset_test_split!r}; name another one with "
+            "--dataset_test_split"
+        )
+    return as_rows(test, f"test of task {config.task}")
 
 
 def reward_functions(task: Task, config: Any) -> list[Callable]:

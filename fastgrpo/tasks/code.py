@@ -39,7 +39,6 @@ PROMPT = (
 )
 
 CHARACTERS = "0123456789+-*:`defrtunx() \n"
-MODEL = {"hidden_size": 64, "layers": 2, "heads": 2, "positions": 64}
 WARM_START = {"steps": 1000, "batch_size": 64, "learning_rate": 5e-3}
 
 Function = tuple[tuple[str, int], ...]  # each step's sign and number
@@ -102,4 +101,4 @@ def examples() -> list[dict[str, str]]:
 
 def make_model(seed: int) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Make a 0.15M-parameter Llama over the characters of functions, with random weights."""
-    return character_model(CHARACTERS, seed, **MODEL)
+    return character_model(CHARACTERS, seed, layers=2, heads=2)

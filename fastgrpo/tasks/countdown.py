@@ -40,7 +40,6 @@ PROMPT = (
 )
 
 CHARACTERS = "0123456789+-*/=:,;!() <answer>"
-MODEL = {"hidden_size": 64, "layers": 3, "positions": 320}
 WARM_START = {"steps": 1400, "batch_size": 32, "learning_rate": 3e-3}
 PATIENT = 0.4  # share of the examples that continue after a wrong try; the others give it as the answer
 SHOWN = 16  # examples per puzzle of three numbers; puzzles of two numbers are few, and have twice as many
@@ -167,4 +166,4 @@ def examples() -> list[dict[str, str]]:
 
 def make_model(seed: int) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Make a 0.2M-parameter Llama over the characters of puzzles, with random weights."""
-    return character_model(CHARACTERS, seed, **MODEL)
+    return character_model(CHARACTERS, seed, positions=320)

@@ -34,7 +34,6 @@ class Prompts:
         seed: int = 0,
     ):
         self.tokenizer, self.template_kwargs, self.environments = tokenizer, template_kwargs, environments
-        self.started = None  # the environments of the last `start`
         self.max_turns, self.seed, self.builders = max_turns, seed, {}
         for name, box in environments.boxes.items() if environments else ():
             self.builders[name] = TurnBuilder(tokenizer, box.schemas, template_kwargs or {}, stop_token_ids)
@@ -73,7 +72,6 @@ class Prompts:
         rows = [{"prompt": prompts[i].prompt, **prompts[i].columns} for i, _ in wanted]
         seeds = [seed_of(self.seed, *place, i, number) for i, number in wanted]
         groups, episodes = {i: [] for i in prompts}, self.environments.start(rows, seeds)
-        self.started = [episode.environment for episode in episodes] if self.environments.resets else None
         for (i, _), episode in zip(wanted, episodes, strict=True):
             builder, prompt = self.builders[episode.name], prompts[i]
             ids = prompt.ids if episode.messages is prompt.prompt else builder.prompt(episode.messages)

@@ -17,7 +17,6 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 import fastgrpo.trainer.setup as setup
@@ -54,7 +53,7 @@ from fastgrpo.trainer.collect import Collector, log_samples, rates, with_advanta
 from fastgrpo.trainer.memory import MICRO_BATCHES
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 from fastgrpo.trainer.results import card_of, finish, log_metrics, push_to_hub, save_metrics, save_model, save_state
-from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Learner, get_off_policy_mask
+from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Learner
 
 logger = logging.getLogger(__name__)
 Reward = Callable | PreTrainedModel | str
@@ -205,15 +204,13 @@ class GRPOTrainer:
             self.policy, self.optimizer, self.schedule, max_grad_norm=args.max_grad_norm,
             max_tokens=micro_batch, timer=self.timer, ranks=ranks,
         )  # fmt: skip
-        judged = self.rewards is not None  # without rewards, no completions are generated
         self.sleeps = self.plan is not None and self.plan.released
         self.engine = None
-        if judged:
+        if self.rewards is not None:  # without rewards, no completions are generated
             self.engine = make_backend(self.policy.for_rollouts, args, self._bytes_to_come, self.sleeps)
         self.live = None if args.serve_port is None else self._make_live()
         self._prepare()
-        functions = self.rewards.functions if judged else []
-        self.inputs = inputs_of(args, functions, model, (train_rows, *self.held_out.values()))
+        self.inputs = inputs_of(args, model)
         self.copies = HostCopies()
         self.optimizer.adamw.register_step_pre_hook(self.copies.before_update)
         self.panels, self.log, self.left = panels, None, False  # left: a script has written to the run folder
@@ -702,16 +699,6 @@ class GRPOTrainer:
         return self.tokenizer
 
     @property
-    def reward_funcs(self) -> list[Callable]:
-        """The reward functions; a reward model is a `RewardModel`."""
-        return self.rewards.functions[: self.rewards.judges]
-
-    @property
-    def reward_processing_classes(self) -> list[PreTrainedTokenizerBase | None]:
-        """The tokenizer of each reward model, and None for each function."""
-        return [getattr(function, "tokenizer", None) for function in self.reward_funcs]
-
-    @property
     def ref_model(self) -> PreTrainedModel | None:
         """The frozen reference; None at beta 0, or if the reference is the policy without its adapters."""
         apart = self.reference is not None and self.reference.policy is not self.policy
@@ -721,34 +708,6 @@ class GRPOTrainer:
     def entropy_coef(self) -> float:
         """The coefficient of the entropy bonus, after the last update if it is adaptive."""
         return self.updates.entropy_coef
-
-    @property
-    def aux_loss_enabled(self) -> bool:
-        """Whether the loss has the load-balancing loss of a mixture of experts."""
-        return self.updates.router_aux_loss_coef != 0
-
-    @property
-    def reward_func_names(self) -> list[str]:
-        """The names of the reward functions."""
-        return [] if self.rewards is None else list(self.rewards.names)
-
-    @property
-    def reward_weights(self) -> torch.Tensor:
-        """The weights of the reward functions."""
-        return torch.tensor([] if self.rewards is None else [*self.rewards.weights], dtype=torch.float32)
-
-    @property
-    def environments(self) -> list | None:
-        """The environments of the completions that were started last, in their order; None without environments."""
-        return self.prompts.started
-
-    @property
-    def tools(self) -> list[Callable]:
-        """The functions that the model may call, with the methods of environments."""
-        boxes = self.environment_pool.boxes.values() if self.environment_pool else ()
-        return list({name: tool for box in boxes for name, tool in box.tools.items()}.values())
-
-    get_off_policy_mask = staticmethod(get_off_policy_mask)
 
     def is_world_process_zero(self) -> bool:
         """True on rank 0."""

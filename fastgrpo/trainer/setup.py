@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.evaluation.heldout import Evaluation
+from fastgrpo.policy.device import check_packages
 from fastgrpo.policy.load import policy_and_tokenizer
 from fastgrpo.policy.lora import (
     base_weights,
@@ -52,7 +53,7 @@ def refuse_given(optimizers: Any, quantization_config: Any) -> None:
 
 
 def checked(args: Any, tokenizer: Any, kind: type[TrainingConfig]) -> TrainingConfig:
-    """Return the settings. Raise if the settings or the tokenizer have another type."""
+    """Return the settings. Raise if they or the tokenizer have another type, or if a package is missing."""
     args = kind() if args is None else args
     if not isinstance(args, kind):
         remedy = f"{kind.__name__}(**args)" if isinstance(args, dict) else f"a fastgrpo.{kind.__name__}"
@@ -61,6 +62,7 @@ def checked(args: Any, tokenizer: Any, kind: type[TrainingConfig]) -> TrainingCo
     if tokenizer is not None and lacking:
         remedy = "its .tokenizer" if hasattr(tokenizer, "tokenizer") else "a tokenizer of transformers"
         raise ValueError(f"processing_class is of type {type(tokenizer).__name__}; pass {remedy}")
+    check_packages(args)
     return args
 
 

@@ -284,29 +284,13 @@ class Selection:
         return lowest, kept.double().mean().item(), len(kept)
 
     def _near(self, sample, logps):
-        """Return 1 if a completion keeps its surrogate (advantage at least 0, or near on-policy), else 0.
+        """Return whether a completion keeps its surrogate: its advantage is at least 0, or it is near on-policy.
 
         Tokens without a sampler's log-prob count as unchanged.
         """
         drawn = sample.old_logps if sample.sampler_logps is None else sample.sampler_logps
-        advantage, every = torch.full_like(logps[:1, None], sample.advantage), torch.ones_like(logps)
-        return get_off_policy_mask(advantage, logps[None], drawn.to(logps.device)[None], every[None], self.threshold)[0]
-
-
-def get_off_policy_mask(
-    advantages: torch.Tensor,
-    per_token_logps: torch.Tensor,
-    sampling_per_token_logps: torch.Tensor,
-    mask: torch.Tensor,
-    off_policy_threshold: float,
-) -> torch.Tensor:
-    """Return 1 for sequences [B, 1] that keep their surrogate: advantage at least 0, or near on-policy. The rest are 0.
-
-    Also a static method of the trainer, as in TRL. Tokens are [B, T], advantages [B, 1].
-    """
-    gap = (sampling_per_token_logps - per_token_logps).nan_to_num(nan=0.0)  # its mean estimates KL(old || new)
-    gap = (gap * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1.0)
-    return ((advantages >= 0) | (gap <= off_policy_threshold)).to(mask.dtype)
+        gap = (drawn.to(logps.device) - logps).nan_to_num(nan=0.0).mean()  # estimates KL(old || new)
+        return sample.advantage >= 0 or gap <= self.threshold
 
 
 def quantile(values: torch.Tensor, share: float) -> float:

@@ -89,8 +89,7 @@ def test_yaml_holds_plain_values_and_names_for_them():
 
 
 @pytest.mark.parametrize("text", [
-    "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n",  # which grows without end
-    "a: &a {b: 1}\nc:\n  <<: *a\n", "a: " + "[" * 5000, "a: [", "a: !!timestamp x", "a: !!bool x", "a: 2020-13-45",
+    "a: " + "[" * 5000, "a: [", "a: !!timestamp x", "a: !!bool x", "a: 2020-13-45",
     "a: !!python/object/apply:os.getcwd []", "? [a]\n: 1",
 ])  # fmt: skip
 def test_yaml_that_holds_more_is_a_value_error(text):

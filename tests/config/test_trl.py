@@ -10,7 +10,7 @@ from transformers import IntervalStrategy, SchedulerType
 
 from fastgrpo.config import recipe, trl
 from fastgrpo.config.settings import GRPOConfig, SFTConfig
-from fastgrpo.config.trl import ACCEPTED, BATCH, IDLE_WHY, INSTEAD, OLDER, OTHER_DEFAULTS, SAME, THEIRS
+from fastgrpo.config.trl import ACCEPTED, BATCH, IDLE_WHY, INSTEAD, OTHER_DEFAULTS, SAME, THEIRS
 
 OURS = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
 UPDATES = {"steps_per_generation": 2, "num_iterations": 2}
@@ -30,7 +30,8 @@ def changed(**arguments):
 
 
 def test_every_field_of_trl_is_listed_once(defaults):
-    assert {*SAME, *THEIRS} - OLDER == {*defaults}
+    older = {"logging_dir", "max_prompt_length", "save_safetensors", "warmup_ratio"}
+    assert {*SAME, *THEIRS} - older == {*defaults}
     rows = (*trl.TRANSLATED, *trl.IDLE, *trl.REFUSED)
     listed = [*SAME, *(name for row in rows for name in row[0].split())]
     assert len(listed) == len({*listed})

@@ -307,7 +307,6 @@ def test_an_engine_failure_ends_its_requests_only(server, post, monkeypatch):
 
 
 def test_limits_and_keys(monkeypatch):
-    monkeypatch.setattr(app, "HEAD_SECONDS", 0.1)
     monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
     limits = {"max_requests": 2, "max_body_bytes": 1000, "request_timeout": 0.5, "max_model_len": 500}
     server = start(tiny.tokenizer(), api_key="käse", max_num_seqs=2, **limits)
@@ -330,9 +329,6 @@ def test_limits_and_keys(monkeypatch):
             assert busy.status_code == 429 and busy.json()["error"]["type"] == "rate_limit_error"
             assert '"timeout_error"' in reply.read().decode()
         assert client.post("/v1/completions", json=long).status_code == 504
-        with socket.create_connection(server.client.base_url.netloc.decode().split(":")) as slow:
-            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost:")
-            assert slow.recv(9) == b""  # closed
         with socket.create_connection(server.client.base_url.netloc.decode().split(":")) as slow:
             slow.sendall("POST /v1/completions HTTP/1.1\r\nauthorization: Bearer käse\r\n".encode())
             slow.sendall(b"host: a\r\ncontent-length: 99\r\n\r\n{")
