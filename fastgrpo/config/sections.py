@@ -253,8 +253,8 @@ class ModelConfig:
     lora_alpha: Count = 32
     """Multiply the output of the adapters by lora_alpha / lora_r."""
     lora_target_modules: Several[str] = ()
-    """Add adapters to the linear layers with these names; all-linear means all except the head. Empty uses peft's choice
-    for the architecture."""
+    """Add adapters to the linear layers with these names; all-linear means all except the head. Empty uses peft's
+    choice for the architecture."""
 
 
 @settings_class
@@ -326,8 +326,8 @@ class OptimizerConfig:
     num_train_epochs: Annotated[float, Field(gt=0, le=10**6)] = 3.0
     """Train for N epochs of the prompts; N may be a fraction."""
     optim: Literal["adamw_torch", "adamw_8bit"] = "adamw_torch"
-    """Store AdamW's moments in 32 bits (adamw_torch) or 8 bits (adamw_8bit: needs bitsandbytes, excludes fsdp2, saves 6 bytes
-    per trained parameter)."""
+    """Store AdamW's moments in 32 bits (adamw_torch) or 8 bits (adamw_8bit: needs bitsandbytes, excludes fsdp2, saves
+    6 bytes per trained parameter)."""
     learning_rate: Positive = 1e-06
     """Use this learning rate in AdamW after the warmup."""
     lr_scheduler_type: str = "linear"
