@@ -50,8 +50,8 @@ class DrawRecorder(LogitsProcessor):
             return
         logps, drawn = (all_logps.gather(-1, sequences[:, -1:])[:, 0] for all_logps in (self.previous, self.drawn_from))
         self.logps.append(logps)
-        if self.sampling.filters:
-            filters = {name: getattr(self.sampling, name) for name, _ in OFF}
+        if self.sampling.differs:
+            filters = {name: getattr(self.sampling, name) for name, _ in OFF} if self.sampling.filters else {}
             self.kept.append((logps - drawn).exp() * filter_logps(self.drawn_from, **filters).exp().sum(-1))
 
 

@@ -35,6 +35,11 @@ def test_a_chat_template_gets_its_keyword_arguments():
     [example] = to_examples({"messages": [QUESTION, ANSWER]}, chat, template_kwargs={"mood": "calm"})
     assert chat.decode(example.prompt_ids) == "[calm]<user>one\n<assistant>"
     assert chat.decode(example.ids, skip_special_tokens=True) == "two\n"
+    chat.chat_template = "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}" + tiny.MOODY_TEMPLATE
+    for tools in ([{"name": "add"}], '[{"name": "add"}]'):
+        row = {"messages": [QUESTION, ANSWER], "tools": tools, "chat_template_kwargs": {"mood": "sad"}}
+        [own] = to_examples(row, chat)
+        assert chat.decode(own.prompt_ids) == "add[sad]<user>one\n<assistant>"
     for read, row in ((to_prompt, {"prompt": [QUESTION]}), (to_examples, {"messages": [QUESTION, ANSWER]})):
         with pytest.raises(ValueError, match=r"the tokenizer's chat template fails on the prompt .*no mood"):
             read(row, chat)

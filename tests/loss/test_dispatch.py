@@ -40,6 +40,15 @@ def refused():
     return dispatch.difference(head(), refusing, torch.randn(4, 16), True)
 
 
+def test_triton_refuses_dtypes_that_its_kernels_do_not_support(monkeypatch):
+    monkeypatch.setattr(dispatch.launch, "INTERPRET", True)
+    monkeypatch.setattr(dispatch.launch, "runs_on", lambda device: True)
+    monkeypatch.setattr(dispatch.launch, "HEAD_DTYPES", (torch.bfloat16,))
+    tensors = {"hidden": torch.zeros(1, 1).half(), "weight": torch.zeros(1, 1).half()}
+    with pytest.raises(ValueError, match=r"got hidden torch.float16; use backend='chunked'"):
+        dispatch.choose_backend("triton", **tensors)
+
+
 def test_a_variant_is_tried_once():
     tried = []
     for bias in (True, False, True):

@@ -247,7 +247,7 @@ def test_a_server_that_cannot_read_the_weights_is_told(serve, monkeypatch):
         backend.generate(PROMPTS, 1, SHORT)
 
 
-@pytest.mark.parametrize("fault", ["dead", "silent", "restarted", "hung"])
+@pytest.mark.parametrize("fault", ["dead", "silent", "restarted", "hung", "stopped"])
 def test_requests_of_a_server_that_fails_go_to_another_one(serve, fault, monkeypatch):
     monkeypatch.setattr(vllm, "PATIENCE", 0.3)
     model, sampling = tiny.model("smollm3-like"), SamplingParams(max_tokens=9, seed=4)

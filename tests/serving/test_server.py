@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import httpx
@@ -133,6 +134,9 @@ def test_chunks_add_up_to_the_answer(post, stream, chat, stop):
     whole = post(route, **asked)
     chunks = stream(route, stream_options={"include_usage": True}, **asked)
     assert chunks.pop()["usage"] == whole["usage"] and len({chunk["id"] for chunk in chunks}) == 1
+    prompts = [chunk if chat else chunk["choices"][0] for chunk in chunks]
+    prompts = [part["prompt_token_ids"] for part in prompts if "prompt_token_ids" in part]
+    assert prompts == ([whole["prompt_token_ids"]] if chat else [c["prompt_token_ids"] for c in whole["choices"]])
     for choice in whole["choices"]:
         own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
         assert [token for part in own for token in part["token_ids"]] == choice["token_ids"]
@@ -250,6 +254,12 @@ def test_pause_modes(server, post):
         assert client.post("/pause?mode=abort").status_code == 200
         last = json.loads([line for line in lines if line][-2].removeprefix("data: "))
         assert last["choices"][0]["finish_reason"] == "abort"
+    with ThreadPoolExecutor() as pool:
+        client.post("/resume")
+        before, reply = steps(), pool.submit(client.post, "/v1/completions", json=LONG)
+        awaited(lambda: steps() > before + 5)
+        client.post("/pause?mode=abort")
+        assert len(reply.result().json()["choices"][0]["text"]) >= 5  # what was drawn is returned
     with pytest.raises(httpx.ReadTimeout):  # what comes now waits
         client.post("/v1/completions", json={"prompt": "a"}, timeout=httpx.Timeout(60, read=0.2))
     client.post("/resume")

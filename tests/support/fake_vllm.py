@@ -19,7 +19,8 @@ class Status(Exception):
 class FakeVLLM:
     """Attributes:
     faults: Any of "no load" (keeps its weights), "old head" (of a tied head; as vLLM's reload_weights on a CPU),
-        "cut" (after 2 tokens), "dead" (drops connections), "silent" (never answers) and "hung" (counts no tokens).
+        "cut" (after 2 tokens), "dead" (drops connections), "silent" (never answers), "hung" (counts no tokens)
+        and "stopped" (by a signal: aborts requests).
     drawn: Number of completions that it drew.
     looks: How often its counters were read.
     loras, transfer: With --enable-lora, its adapters by name; the backend of its --weight-transfer-config.
@@ -72,7 +73,7 @@ class FakeVLLM:
         for index in range(p["n"]):
             ids, content, versions = list(token_ids), [], []
             generator = torch.Generator().manual_seed(p["seed"] + index)
-            while len(content) < (2 if "cut" in self.faults else p["max_tokens"]):
+            while len(content) < (2 if self.faults & {"cut", "stopped"} else p["max_tokens"]):
                 if content:
                     self.between()
                 self.going.wait(30)
@@ -85,6 +86,7 @@ class FakeVLLM:
                     break
             self.drawn += 1
             choices.append({"index": index, "token_ids": ids[len(token_ids) :], "logprobs": {"content": content},
+                            "finish_reason": "abort" if "stopped" in self.faults else "stop",
                             "weight_versions": versions})  # fmt: skip
         return {"prompt_logprobs": None, "choices": choices[::-1]}
 

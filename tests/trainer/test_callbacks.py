@@ -93,13 +93,17 @@ def test_early_stopping_continues_in_a_resumed_run(tmp_path, prefix, rows):
     make(max_steps=2).train()
     kept = read_state(tmp_path / "run" / "checkpoint-2")["stateful_callbacks"]
     assert kept["EarlyStoppingCallback"]["attributes"] == {"early_stopping_patience_counter": 1}
-    resumed = make(max_steps=6, resume_from_checkpoint="auto")
+    resumed, recorder = make(max_steps=6, resume_from_checkpoint="auto"), Recorder()
+    resumed.add_callback(recorder)
     assert resumed.train().global_step == 3  # the second worse one in a row
+    assert ("on_train_begin", 2) in recorder.seen  # after the state was restored, as in transformers
     assert resumed.state.best_global_step == 1
     assert resumed.state.best_model_checkpoint == str(tmp_path / "run" / "checkpoint-1")
     name = f"{prefix}_reward"
     history = {entry["step"]: entry[name] for entry in resumed.state.log_history if name in entry}
     assert list(history) == [1, 2, 3] and resumed.state.best_metric == history[1] > history[2] > history[3]
+    again = make(max_steps=6, resume_from_checkpoint="auto")  # as in transformers, it goes on until the next worse one
+    assert again.train().global_step == 4
     turned = make(max_steps=6, resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"), greater_is_better=False)
     assert turned.train().global_step == turned.state.best_global_step == 6
 

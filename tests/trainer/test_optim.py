@@ -20,6 +20,17 @@ def test_micro_batches_accumulate_in_fp32():
     assert optimizer.masters[0].grad.item() == 1 + 64 * 2**-9
 
 
+def test_an_update_without_gradients_equals_one_with_zeros():
+    optimizers = [MasterAdamW(torch.nn.ParameterList([torch.ones(2)]), learning_rate=0.1) for _ in range(2)]
+    for gradient in (3.0, None):
+        for i, optimizer in enumerate(optimizers):
+            (master,) = optimizer.masters
+            master.grad = torch.full((2,), gradient or 0.0) if gradient or i else None
+            before = master.clone()
+            assert optimizer.step() == pytest.approx((gradient or 0) * 2**0.5)
+    assert torch.equal(*(optimizer.masters[0] for optimizer in optimizers)) and (master < before).all()
+
+
 def step_8bit(optimizer, model, seed, factor=1.0):
     generator = torch.Generator().manual_seed(seed)
     (factor * sum((p * torch.randn(p.shape, generator=generator)).sum() for p in model.parameters())).backward()

@@ -30,6 +30,7 @@ LINES = {
     f"train {RUN} --model_name_or_path ./no/such": "no such model folder: ./no/such",
     "train --sweep num_generation=2,4": "--sweep: .*'num_generations'",
     f"train {RUN} --sweep model_name_or_path={{model}},/no/such": "no such model folder: /no/such",
+    "sft --train_file {rows} --model_name_or_path {model}": "needs --task",
     "evaluate": "model",
     "chat": "an argument is missing",
     "chat {model} --prompt " + "abc" * 700: "2100 tokens",
