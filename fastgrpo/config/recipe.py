@@ -107,7 +107,7 @@ def parse(argv: list[str], record: type[Config] = TrainConfig) -> Config:
     argv, config_file = take_flag(argv, "--config")
     from_file = load_yaml(recipe_file(config_file), record) if config_file is not None else {}
     argv, stated = take_flag(argv, "--task")
-    task = stated or from_file.get("task", "arithmetic")
+    task = from_file.get("task", "arithmetic") if stated is None else stated
     config = parse_flags(
         record,
         argv,

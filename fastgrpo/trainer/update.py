@@ -75,9 +75,9 @@ class Learner:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Update once, and return the gradient norm before clipping and the loss, scalar tensors equal on all ranks.
 
-        Without samples, the norm is 0 and the loss None, and AdamW steps with gradients of 0. If loss or gradient are
-        not finite, the norm is NaN; a `veto` that returns NaN for the loss of this rank has the same effect. Then the
-        weights do not change, and only the schedule advances.
+        Without samples, the norm is 0, and AdamW steps with gradients of 0. If loss or gradient are not finite, the
+        norm is NaN; a `veto` that returns NaN for the loss of this rank has the same effect. Then the weights do not
+        change, and only the schedule advances.
         """
         total = None
         with self.ranks.waiting("an update"):
@@ -87,10 +87,9 @@ class Learner:
                 if self.after_backward is not None:
                     self.after_backward()
                 total = loss.detach() if total is None else total + loss.detach()
-            if samples:
-                if veto is not None:
-                    total = veto(torch.zeros((), device=self.policy.device) if total is None else total)
-                total = self.optimizer.reduce(self.ranks, total)
+            if veto is not None:
+                total = veto(torch.zeros((), device=self.policy.device) if total is None else total)
+            total = self.optimizer.reduce(self.ranks, total)
             with self.timer.stage("optimizer"):
                 norm = self.optimizer.step(self.max_grad_norm, total)
             if self.after_update is not None:

@@ -110,13 +110,12 @@ def test_a_group_is_dropped_if_only_masked_completions_have_advantages(saved, tm
 
 def test_the_bound_ends_a_step_and_dropped_groups_fill_up(saved, tmp_path):
     trainer = make_trainer(saved, tmp_path, "0100" + "000" + "0" * 7, dynamic_sampling=2)
-    for rows, filled, moves in (([0, 1, 2, 3], 3, True), ([7, 8, 9, 10], 4, False)):
-        before = [p.clone() for p in trainer.model.parameters()]
+    for rows, filled in (([0, 1, 2, 3], 3), ([7, 8, 9, 10], 4)):
         values, experience = stepped(trainer)
         assert rows_of(experience, trainer) == rows
         assert values["dynamic_sampling/num_gen_batches"] == 2
         assert values["dynamic_sampling/filled_groups"] == filled
-        assert any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True)) == moves
+        assert (values["grad_norm"] > 0) == (filled < 4)
 
 
 def test_every_batch_draws_from_a_seed_of_its_own(saved, tmp_path):
