@@ -164,6 +164,12 @@ def test_peaks_at_different_times_are_not_added(planned):
         assert made.passing == max(times) + sizes(made)["gradients"]
 
 
+def test_longer_prompts_than_planned_fill_a_micro_batch_only_as_far_as_memory_is_left():
+    step = {"prompts_per_step": 1, "num_generations": 8, "max_completion_length": 512, "use_liger_kernel": False}
+    made, ample = (planned_on("0.5B", gigabytes, **step) for gigabytes in (24, 141))
+    assert made.planned == 256 + 8 * 512 < made.most_tokens < made.tokens == ample.most_tokens == 16384
+
+
 @pytest.mark.parametrize("name", ["0.5B", "1.5B", "7B"])
 def test_as_many_completions_draw_as_a_step_has_or_fit_into_memory(name):
     """The CUDA graphs keep the logits of a decode step, so the update has less memory."""
