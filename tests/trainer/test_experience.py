@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import pytest
 import runs
 import tiny
-import torch
 from drawing import first_groups
 from resumed import assert_same_run
 from runs import lines
