@@ -149,7 +149,7 @@ def test_returns_log_probs_of_the_policy_and_of_the_filtered_sampler(backend, fi
     rollouts = backend(model_of("llama"), max_num_seqs=7)
     rollouts.generate(PROMPTS, 3, SamplingParams(max_tokens=4, seed=1))  # lanes that kept no record of the filters
     sampling = SamplingParams(max_tokens=12, stop_token_ids=[1, 2, 3], seed=1, **{"temperature": 1.3, **filters})
-    penalty, t = sampling.repetition_penalty, sampling.temperature or 1
+    penalty, temperature = sampling.repetition_penalty, sampling.temperature or 1
     filters = {name: value for name, value in filters.items() if name not in ("repetition_penalty", "temperature")}
     for i, rollout in enumerate(rollouts.generate(PROMPTS, 3, sampling)):
         prompt, at = PROMPTS[i // 3], range(len(rollout.ids))
@@ -158,8 +158,10 @@ def test_returns_log_probs_of_the_policy_and_of_the_filtered_sampler(backend, fi
         seen = torch.zeros_like(logits, dtype=torch.bool)
         for t in at:
             seen[t, prompt + rollout.ids[:t]] = True
-        policy = (logits / t).log_softmax(-1)[at, rollout.ids]
-        drawn_from = filter_logps((penalize(logits, seen, penalty) / t).log_softmax(-1), **filters).log_softmax(-1)
+        policy = (logits / temperature).log_softmax(-1)[at, rollout.ids]
+        drawn_from = filter_logps(
+            (penalize(logits, seen, penalty) / temperature).log_softmax(-1), **filters
+        ).log_softmax(-1)
         assert rollout.logps.dtype == torch.float32
         torch.testing.assert_close(rollout.logps, policy, atol=1e-5, rtol=0)
         torch.testing.assert_close(rollout.sampler_logps, drawn_from[at, rollout.ids], atol=1e-4, rtol=0)

@@ -92,7 +92,7 @@ def test_given_logits(dtype, temperature, rows, inplace, inputs, entropy, launch
         temperature=TEMPERATURES[temperature], **rows_for(rows, inputs), **INPUTS[inputs], **ENTROPIES[entropy],
     )  # fmt: skip
     out.loss.backward()
-    assert launches == (FUSED if inplace and inputs != "sequence" else APART)
+    assert launches == (FUSED if inplace and inputs != "sequence" and dtype != "fp16" else APART)
 
 
 @crossed(loss_type=LOSS_TYPES, kl=[kind for kind in KL_KINDS if kind != "full"], corrected=(False, True))
