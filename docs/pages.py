@@ -121,7 +121,10 @@ DIFFERS = [
     ("`train()` overwrites an earlier run in `output_dir`", "an error; resume, or set `overwrite_output_dir`"),
     ("`save_model(output_dir)` writes into the run folder", "writes into its folder `final/`"),
     ("`optimizers=` replaces the optimizer", "an error that names the settings to use"),
-    ("`trainer.accelerator` exists", "missing; use `is_world_process_zero()`"),
+    (
+        "`trainer.accelerator`, `reward_funcs`, `reward_weights`, `tools` and `environments` exist",
+        "missing; use `is_world_process_zero()`",
+    ),
 ]
 HEADER = "| flag | default (allowed values) | meaning |\n|------|--------------------------|---------|"
 

@@ -180,7 +180,7 @@ def uses_descriptors(*matrices: torch.Tensor) -> bool:
 
 
 def sample_tile() -> int:
-    """Return the logits of a row per program of the sampler, a constant so that a draw does not depend on the batch."""
+    """Return how many logits of a row a program of the sampler reads: constant, so draws do not depend on the batch."""
     return 32 if INTERPRET else 2048
 
 

@@ -375,7 +375,7 @@ class LogitsGRPO(torch.autograd.Function):
     """Returns the loss, a scalar, and a dict of [M] values: logps, metrics, and on request the entropy.
 
     Only the loss is differentiable. With `inplace`, the gradient overwrites the logits: in the forward for an objective
-    per token, else in the backward. Autograd then raises on a second backward.
+    per token (not in fp16), else in the backward. Autograd then raises on a second backward.
     """
 
     @staticmethod

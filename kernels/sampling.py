@@ -168,9 +168,10 @@ def _least_in_nucleus(logits, scale, top_k, top_p):
         masses = masses.masked_fill(ordered < ordered[:, top_k - 1, None], 0)
     # Integers, because torch does not define the order of a scan: their sums are exact in any order, and torch's
     # deterministic mode allows them.
-    units = (masses.double() * UNIT).round_().long()
+    units = masses.double().mul_(UNIT).round_().long()
     cumulative = units.cumsum(-1)
-    stays = ((cumulative - units).double() < top_p * cumulative[:, -1:].double()) & (masses > 0)
+    likelier = units.neg_().add_(cumulative)
+    stays = (likelier < top_p * cumulative[:, -1:].double()) & (masses > 0)
     return ordered.masked_fill(~stays, torch.inf).amin(-1)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from fastgrpo.config.command import parse_flags
 from fastgrpo.config.fields import check_name, convert, hints
@@ -30,13 +30,13 @@ def read_yaml(text: str) -> Any:
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node, deep=False):
-            mapping, lines = super().construct_mapping(node, deep), {}
+            lines = {}
             for key, _ in node.value:
                 name, line = str(key.value), key.start_mark.line + 1
                 if name in lines:
                     raise ValueError(f"{name} is given twice, in lines {lines[name]} and {line}; delete one of them")
                 lines[name] = line
-            return mapping
+            return super().construct_mapping(node, deep)
 
     try:
         return yaml.load(text, Loader)
@@ -75,7 +75,10 @@ def load_yaml(path: str | Path, record: type[TrainingConfig] = TrainConfig) -> d
     for name in settings:
         check_name(name, record, str(path), ValueError)
     for name, value in settings.items():
-        if value == "None" and type(None) in get_args(kinds[name]):  # as the help texts and the command line write it
+        kind = kinds[name]
+        while get_origin(kind) is Annotated:
+            kind = get_args(kind)[0]
+        if value == "None" and type(None) in get_args(kind):  # as the help texts and the command line write it
             settings[name] = None
     return {name: convert(name, value, kinds[name], f"{path}: ") for name, value in settings.items()}
 
@@ -117,7 +120,8 @@ def parse(argv: list[str], record: type[Config] = TrainConfig) -> Config:
     )
     if stated is None and "task" not in from_file and config.model_name_or_path and getattr(config, "train_file", None):
         raise ValueError(
-            "--train_file with a model needs --task TASK, which has the held-out rows and the settings, such as dataset"
+            "--train_file with a model also needs --task, for held-out rows and default settings; pass for example "
+            "--task dataset"
         )
     return config
 

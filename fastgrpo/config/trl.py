@@ -234,7 +234,8 @@ SAME = {**dict.fromkeys(_PLAIN.split(), ""),
     "max_steps": _COUNT + "must be a multiple of the updates per step.",
     "ref_model_sync_steps": _COUNT + "must be a multiple of the updates per step.",
     "logging_steps": _COUNT + "is rounded up to whole steps.",
-    "eval_steps": _COUNT + "is rounded up to whole steps. Evaluates also without eval_strategy.",
+    "eval_steps": _COUNT + "is rounded up to whole steps. Held-out rows are evaluated even without "
+    "eval_strategy.",
     "save_steps": _COUNT + "is rounded up to whole steps; with metric_for_best_model, to a multiple of "
     "eval_steps.",
     "gradient_checkpointing": "auto is True on a CPU, and on a GPU if activations do not fit into memory.",

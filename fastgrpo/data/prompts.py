@@ -170,10 +170,20 @@ def to_examples(
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict with a prompt and a completion, got {brief(row)}")
     turns = [_pair(row)] if row.get("messages") is None else _turns(row["messages"])
-    tools = row.get("tools")
-    own = {"tools": json.loads(tools) if isinstance(tools, str) else tools} if tools else {}
-    kwargs = {**(template_kwargs or {}), **own, **(row.get("chat_template_kwargs") or {})}
+    tools, own = (_parsed(row, name) for name in ("tools", "chat_template_kwargs"))
+    if not isinstance(own or {}, Mapping):
+        raise ValueError(f"chat_template_kwargs must be a dict, got {brief(own)}")
+    kwargs = {**(template_kwargs or {}), **({"tools": tools} if tools else {}), **(own or {})}
     return [_example(prompt, completion, tokenizer, stops, kwargs) for prompt, completion in turns]
+
+
+def _parsed(row, name):
+    """Return a column of a row, which may be JSON text."""
+    value = row.get(name)
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{name} is not JSON: {error}") from None
 
 
 def _pair(row):

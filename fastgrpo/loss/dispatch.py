@@ -112,7 +112,7 @@ def select(
     rows: PolicyRows, head: Sequence[torch.Tensor | None] = (), objective: Objective | None = None, *,
     by_name: bool = False, check: bool = True, **options: Any,
 ) -> tuple[Callable[..., Loss], PolicyRows]:  # fmt: skip
-    """Return an operation's kernel if it passes the self-check, else the one in plain PyTorch, and its rows.
+    """Return an operation's kernel if it passes the self-check, else its plain function, and the rows to pass.
 
     `kernel` and `plain` map (states, rows, *head) to the loss and the values of the kept rows; the states are hidden
     states [N, D], logits [N, V] or log-probs [N], and `options` compile-time options. With `by_name` (the caller passed

@@ -326,7 +326,7 @@ def keep_rows(
 
     If `inputs.rows` is None, `compact` allows a sync to find the rows that carry gradient. Without it, the result has
     all rows: these come first, and the others get finite values. Weights and advantages are converted to `dtype`, fp32
-    or fp64 as the log-probs, or to fp64 if the advantages are fp64.
+    or fp64 like the log-probs, or to fp64 if the advantages are fp64. Targets must be below `vocab_size`.
     """
     if objective.beta == 0:
         inputs = inputs._replace(ref_logps=None)

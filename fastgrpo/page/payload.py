@@ -12,7 +12,7 @@ from typing import Any
 
 from fastgrpo.page.reading import Run, finite
 from fastgrpo.page.samples import read_samples, short, text_of, usable
-from fastgrpo.run.curves import PANELS, Panel, duration, is_measured
+from fastgrpo.run.curves import PANELS, Panel, is_measured
 from fastgrpo.run.metrics import METRICS
 
 SAMPLES_BYTES = 6_000_000  # samples of all runs: the page stays below 12 MB, with 2 MB of plotly
@@ -255,3 +255,12 @@ def cumulative_seconds(run: Run) -> dict[int, float]:
 def number(value: float) -> str:
     """Format a figure with three decimals, or three digits if it is far from 1."""
     return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 100 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {rest} s"

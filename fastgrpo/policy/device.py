@@ -4,7 +4,6 @@ import logging
 import os
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from fastgrpo.config.command import pip_line
 
 logger = logging.getLogger(__name__)
 GGUF = ".gguf"  # suffix of a model in one file
+MODULES = {"torchao": "torchao.quantization", "tensorboard": "torch.utils.tensorboard"}  # to import of a package
 
 
 def choose_device(name: str = "auto", setting: str = "device") -> torch.device:
@@ -63,8 +63,8 @@ def check_packages(config: Any) -> None:
     if getattr(config, "optim", None) == "adamw_8bit":
         needed["bitsandbytes"] = ("optim=adamw_8bit", "'fastgrpo[quantization]'")
     for package, (setting, source) in needed.items():
-        if find_spec(package) is None:
-            raise ValueError(f"{setting} needs {package}: pip install {source}")
+        if package_obstacle(MODULES.get(package, package)):
+            raise ValueError(f"{setting} needs {package}, which is missing or does not load: pip install {source}")
 
 
 @cache

@@ -32,7 +32,7 @@ def narrow_window(config: PretrainedConfig) -> int | None:
 
 
 def padded_outputs(model: PreTrainedModel, batch: Batch, **more: Any) -> tuple[Any, torch.Tensor]:
-    """Run a packed batch with the model's own attention over padded sequences, if packed attention does not support it.
+    """Run a packed batch with the model's own attention over padded sequences, for models that cannot be packed.
 
     Returns the outputs, and the index [N] of each packed token among their S * T tokens. The result is exact: padding
     is on the right, where causal attention ignores it. It is slower: padding is computed, and prompts per completion.

@@ -64,9 +64,11 @@ _REWRITES = [
         # Units in braces after a value, and exponents of units, are not part of the value. 60°,120° stay two values.
         (r"(?:\^\{?\\circ\}?|[°º˚]|\\degree(?![A-Za-z]))(,?)", lambda match: match[1] and " ,"),
         (rf"(?:(?<=[0-9}})\]π%x])|(?<=\\pi)) ?{_UNIT}(?: ?(?:/|·|\\cdot)? ?{_UNIT})*", " "),
+        # m^2 is a unit only after a number or another unit.
+        (r"([0-9/] *|(?<=k)g *·? *|(?<=[0-9] )N *·? *)m ?\^(?:[23]|\{[23]\})", r"\1 "),
         (
-            rf"(?:{_TEXT}\{{(?! *[ei] *\}})[^{{}}0-9]*\}}|(?<![A-Za-z\\])(?:[ckdm]m|in|ft|yd|mi|[a-z]{{4,}})"
-            r"|(?:(?<=[0-9/])|(?<=[0-9] ))m) ?\^(?:[23]|\{[23]\})",  # m^2 is a unit only after a number
+            rf"(?:{_TEXT}\{{(?! *[ei] *\}})[^{{}}0-9]*\}}|(?<![A-Za-z\\])(?:[ckdm]m|in|ft|yd|mi|[a-z]{{4,}}))"
+            r" ?\^(?:[23]|\{[23]\})",
             " ",
         ),
         _UNWRAPPED,

@@ -143,7 +143,7 @@ def view(held: Range) -> torch.Tensor:
 
 
 class Mapped:
-    """Allocates tensors on a CUDA device, whose memory can be released together."""
+    """Allocates tensors on a CUDA device. Their memory can be released together."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type == "cuda" and device.index is None:

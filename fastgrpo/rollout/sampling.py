@@ -85,7 +85,7 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether filters or a penalty change the sampling distribution, so that it differs from the log-probs."""
+        """Whether filters or a penalty change the sampling distribution, at a temperature above 0."""
         filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return self.temperature > 0 and (filters or self.penalizes)
 

@@ -232,7 +232,7 @@ class VLLMBackend(RolloutBackend):
 
     def _check(self, request, n):
         super()._check(request, n)
-        if request.sampling.filters or request.sampling.penalizes:
+        if request.sampling.differs:
             raise ValueError(NO_FILTERS)
 
     # Completions.

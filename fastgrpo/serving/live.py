@@ -21,9 +21,9 @@ MEMORY = 0.1  # maximum share of the free memory for keys and values
 class LiveServer:
     """A server whose requests advance only when the trainer calls `turn`, so that only one of them uses the policy.
 
-    No failure of the server reaches the trainer, and it keeps no memory between requests. The policy must be whole in
-    this process. The tokenizer is copied, since threads of the server use it. Port 0 takes a free one; a port that
-    cannot be opened raises ValueError.
+    Failures of the server do not stop the trainer, and the server keeps no memory between requests. The policy must be
+    whole in this process. The tokenizer is copied, since threads of the server use it. Port 0 takes a free one; a port
+    that cannot be opened raises ValueError. `reserved` is as for `RolloutEngine`.
     """
 
     def __init__(

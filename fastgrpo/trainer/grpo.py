@@ -454,14 +454,17 @@ class GRPOTrainer:
     def _run(self, stop):
         """Run the remaining steps. Return None at the end of the run, or the step after which it was stopped."""
         log, callbacks = self.log, self.callbacks
-        if log.checkpoint is not None:
+        if log.checkpoint is None:
+            callbacks.begin()
+            set_seed((self.args.seed + self.ranks.rank) % 2**32)  # reward functions may use the global generators
+        else:
             restore(self.parts(), log.checkpoint, self.about(), log.say, self.ranks)
             if self.ranks.lead:
                 set_aside(log.folder, self.state.global_step, log.say)
             callbacks.restore(self.checkpoints.same)
-        callbacks.begin()
-        if log.checkpoint is None:
-            set_seed((self.args.seed + self.ranks.rank) % 2**32)  # reward functions may use the global generators
+            generators = GlobalRNG().state_dict()
+            callbacks.begin()
+            GlobalRNG().load_state_dict(generators)  # callbacks may have used them
         if self.live is not None:
             self.live.start(self.state.global_step * self.args.updates_per_step)
             log.say(f"{self.live.url} serves the policy")

@@ -66,6 +66,8 @@ MICRO_BATCHES = 16384, 8192, 4096  # tokens of a micro-batch to choose from, and
 PASS, PASS_SHARDED, PCIE, DECODE_STEP, APART, DEQUANTIZED = 1_000, 10_000, 10_000, 500, 1.25, 2.5
 # Predicted time to release and map the KV cache, and of torch's new allocations: 0.2 s, in FLOPs of a token per weight.
 RELEASE = 1e14
+UPDATE = "head", "layers"  # the phases with gradients
+ROUND = 1024  # tokens
 ACTIVATIONS = "activations", "head's inputs", "one layer's backward"  # parts that grow with a micro-batch
 SPARE = 0.05  # share of the memory that stays free for workspaces and fragmentation, if updates release the KV cache
 # The phases of a step with the highest memory use.
@@ -127,8 +129,9 @@ class MemoryPlan:
         token = sum(part.bytes for part in self.parts if part.name in ACTIVATIONS) / self.planned
         left = (1 - self.share) * (self.room - self.fixed)  # keys and values may take their whole share
         if self.released:
-            left = (1 - SPARE) * self.room - self._peak(times=("head", "layers"))[1]
-        return min(self.tokens, self.planned + max(0, int(left / token)))
+            left = (1 - SPARE) * self.room - self._peak(times=UPDATE)[1]
+        more = max(0, int(left / token)) // ROUND * ROUND  # so that a resumed run gets the same number
+        return min(self.tokens, self.planned + more)
 
     @property
     def ample(self) -> bool:
@@ -184,7 +187,7 @@ class MemoryPlan:
             about += f"; of {gib(self.room)} available"
         rows.append(("peak", f"{gib(self.needed):>11}   {about}".rstrip()))
         on = f"{self.recomputed} layers" if self.checkpointing else "off"
-        rows.append(("gradient checkpointing", f"{on:>11}   {self.tokens:,} tokens of a micro-batch; {self.why}"))
+        rows.append(("gradient checkpointing", f"{on:>11}   {self.most_tokens:,} tokens of a micro-batch; {self.why}"))
         sharded = self.ranks > 1 or self.parallel != "ddp"
         return rows + [("parallel", f"{self.parallel:>11}   {self.chosen}")] * sharded
 
@@ -465,7 +468,9 @@ class _Planner:
                 how += f", and {count.adapters:,} x {of_adapter} bytes of adapters"
             if self.config.parallel == "fsdp2_offload":
                 size, how = 0, f"{size:,} bytes of host memory: {how}"
-            times = ("head", "layers") if name == "gradients" else ()
+            times = ()
+            if name == "gradients":  # with the full KL, the reference runs for each micro-batch
+                times = ("head", "layers", "reference") if self.grpo and self.config.objective.full_kl else UPDATE
             parts.append(Part(name, size + count.adapters * of_adapter, how, times))
         if count.packed:
             layers = [module for module in self.model.modules() if isinstance(module, NF4Linear)]
@@ -562,7 +567,7 @@ class _Planner:
         if self.config.activation_offloading:  # one input is on its way out or back
             how, sizes[0] = f"{sizes[0]:,} bytes of host memory: {how}", sizes[0] // recomputed
         return [
-            Part(ACTIVATIONS[0], sizes[0], how, ("head", "layers"), supervised),
+            Part(ACTIVATIONS[0], sizes[0], how, UPDATE, supervised),
             Part(ACTIVATIONS[1], sizes[1], f"{many} and their gradients", ("head",), supervised),
             Part(ACTIVATIONS[2], sizes[2], f"{many} in one layer", ("layers",), supervised),
         ]
@@ -605,7 +610,7 @@ def plan(
         try:
             changed, without = dataclasses.replace(chosen, **settings), "reward_model_kwargs" in settings
             other = of(changed, sharing(settings.get("parallel", parallel)), 0 if without else judges)
-        except (TypeError, ValueError):  # no such field, conflicting settings, or no adapters for this model
+        except (TypeError, ValueError, ImportError):  # conflicting settings, no adapters for this model, or no peft
             continue
         if settings.get("parallel") == "fsdp2_offload":
             flag += f" (with {gib(4 * FP32 * Count.of(model).base / ranks)} of host memory)"

@@ -145,7 +145,7 @@ class MasterAdamW:
         return norm
 
     def bytes_to_come(self, device: torch.device, gradients: bool = True) -> int:
-        """Return the bytes to allocate on a device before the first step for moments, and always for gradients."""
+        """Return the bytes to allocate on a device: moments before the first step, and gradients if `gradients`."""
         moments = 2 if self.fused else 0.5  # as a share of the bytes of a master
         come = 0
         for master in self.masters:

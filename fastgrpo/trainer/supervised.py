@@ -22,7 +22,7 @@ from fastgrpo.policy.fit import examples_of
 from fastgrpo.policy.micro_batches import Dealer
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, score
-from fastgrpo.rewards import find_rewards
+from fastgrpo.rewards import find_rewards, prm_options
 from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.run.curves import SUPERVISED_PANELS
 from fastgrpo.run.health import MAX_SKIPPED
@@ -43,7 +43,7 @@ class SFTTrainer(GRPOTrainer):
         eval_dataset: Held-out rows, or None for no evaluation. If the rows have completions or messages, their loss is
             measured. If there are reward functions, the rows' prompts are completed and judged.
         processing_class: The tokenizer, or None for the model's.
-        reward_funcs: Reward functions for the evaluation, as in `GRPOTrainer`, or None.
+        reward_funcs: Reward functions for the evaluation, as in `GRPOTrainer`; None for those of `args`, if any.
 
     Raises:
         ValueError: An argument or a setting is invalid. The message names it and the fix.
@@ -78,8 +78,11 @@ class SFTTrainer(GRPOTrainer):
                 "train_dataset is a Curriculum, which needs the accuracy of training steps, and supervised training "
                 "has none; pass its rows"
             )
-        reward_funcs = reward_funcs or list(self.args.reward_funcs)
-        return Rewards(find_rewards(reward_funcs, None), **rewards_settings(self.args)) if reward_funcs else None
+        args, reward_funcs = self.args, reward_funcs or list(self.args.reward_funcs)
+        if not reward_funcs:
+            return None
+        how = args.template_kwargs, args.trust_remote_code, prm_options(args, reward_funcs)
+        return Rewards(find_rewards(reward_funcs, None, *how), **rewards_settings(args))
 
     def _check_rows(self, train_rows):
         for _ in self._read(train_rows):

@@ -183,7 +183,7 @@ class Meter:
         if not any(taken):
             return values
         values["grad_norm"] = sum(norm for norm in norms if math.isfinite(norm)) / sum(taken)
-        if not parts.get("loss"):  # every group has equal rewards, so no update was computed
+        if not parts.get("loss"):  # every group has equal rewards, so no loss was computed
             return values | {"loss": 0.0, "policy_loss": 0.0}
         tokens, first = sum(parts.pop("active_tokens")), sum(parts.pop("first_tokens", []))
         per = {"loss": sum(taken), "policy_loss": sum(taken)}

@@ -56,8 +56,8 @@ def test_auto_is_none(tmp_path):
     file = ["--config", str(tmp_path / "mine.yaml")]
     assert parse(file).max_num_seqs == 64 and parse([*file, "--max_num_seqs", "32"]).max_num_seqs == 32
     assert parse([*file, "--max_num_seqs", "auto"]).max_num_seqs is None
-    (tmp_path / "mine.yaml").write_text("min_p: None\nsystem_prompt: None")
-    assert parse(file).min_p is parse(file).system_prompt is None
+    (tmp_path / "mine.yaml").write_text("max_num_seqs: None\nsystem_prompt: None")
+    assert parse(file).max_num_seqs is parse(file).system_prompt is None
     (tmp_path / "mine.yaml").write_text("max_num_seqs: auto")
     assert parse(file).max_num_seqs is None and GRPOConfig(max_num_seqs="auto").max_num_seqs is None
 
