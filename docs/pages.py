@@ -115,6 +115,7 @@ DIFFERS = [
         "if `model` is a `PeftModel` with trained adapters, the reference includes them",
         "an error: merge them first",
     ),
+    ("`reward_std` is over all completions of a step", "the mean over groups of the group's standard deviation"),
     ("`eval_loss` is a mean over batches", "`eval_loss` treats all completions of an evaluation as one batch"),
     ("reward functions may log a metric as `accuracy`", "an error: `accuracy` exists; choose another name"),
     ("callbacks receive `on_substep_end` and `on_optimizer_step`", "not called; a warning says so"),

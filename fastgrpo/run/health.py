@@ -50,6 +50,13 @@ CHECKS = (
         "(rewards/FUNCTION/errors counts them). Pass --reward_errors raise to see the first failure",
     ),
     Check(
+        "reward timeouts",
+        lambda v, args: any(value for name, value in v.items() if name.endswith("/timeouts")),
+        1,
+        "warning: reward functions took longer than reward_timeout on some completions, which are then treated as if "
+        "they had no reward (rewards/FUNCTION/timeouts counts them). Raise reward_timeout, or make the function faster",
+    ),
+    Check(
         "solved",
         lambda v, args: v["frac_informative"] == 0 and v["accuracy"] > 0.9,
         5,
@@ -83,7 +90,9 @@ CHECKS = (
     Check(
         "constant length",
         lambda v, args: (
-            v["completions/min_length"] == v["completions/max_length"] and v["completions/clipped_ratio"] < 1
+            v["completions/min_length"] == v["completions/max_length"]
+            and v["completions/clipped_ratio"] < 1
+            and v["frac_informative"] == 0  # otherwise completions of a group differ, such as yes and no
         ),
         10,
         "warning: in each of the last 10 steps all completions had the same length, so the policy may repeat one text "

@@ -263,9 +263,11 @@ def mean_loss(history: Iterable[Mapping[str, Any]]) -> float:
     """Compute the mean loss of all steps from the means of the logged lines."""
     total, steps, before = 0.0, 0, 0
     for line in history:
-        if line.get("loss") is not None:
+        if LEARNING_RATE not in line:  # of an evaluation
+            continue
+        if line.get("loss") is not None:  # some update was not skipped
             total, steps = total + line["loss"] * (line["step"] - before), steps + line["step"] - before
-            before = line["step"]
+        before = line["step"]
     return total / steps if steps else 0.0
 
 

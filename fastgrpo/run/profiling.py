@@ -52,7 +52,10 @@ def update_flops(body: torch.nn.Module, head_weight: torch.Tensor) -> tuple[int,
     A weight of a `torch.nn.Linear` or of the head costs 2 FLOPs per token in the forward pass, 2 in the backward pass
     for the gradient of the input, and 2 more for the gradient of the weight where it is trained. The products inside
     attention, a few percent at the usual lengths, and recomputation are not counted, so the MFU is slightly too low.
+    Mixtures of experts have no count, (0, 0): a token uses only some of their weights.
     """
+    if any(parameter.dim() == 3 for parameter in body.parameters()):
+        return 0, 0
 
     def cost(weight, count):
         return 2 * count * (3 if weight.requires_grad else 2)
@@ -116,7 +119,7 @@ class StageTimer:
             seconds[name] += begin.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - begin
         self.marks = None
         values = {f"time/{name}": value for name, value in seconds.items()}
-        if self.peak is not None:
+        if self.peak is not None and self.flops:
             values["mfu"] = self.flops / sum(seconds[name] for name in UPDATE) / self.peak
         if self.device.type == "cuda":
             values["memory/peak_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30

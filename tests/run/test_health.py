@@ -28,11 +28,12 @@ CASES = {
     "zero loss": ({"loss": 0.0}, {"loss": 0.0, "frac_informative": 0.0}),
     "no rewards": ({"reward": None}, {}),
     "reward errors": ({"rewards/f/errors": 2}, {"rewards/f/errors": 0}),
+    "reward timeouts": ({"rewards/f/timeouts": 2}, {"rewards/f/timeouts": 0}),
     "solved": ({"frac_informative": 0.0, "accuracy": 1.0}, {"frac_informative": 0.1, "accuracy": 1.0}),
     "no informative group": ({"frac_informative": 0.0}, {"frac_informative": 0.0, "accuracy": 1.0}),
     "refills run out": ({"dynamic_sampling/filled_groups": 1}, {"dynamic_sampling/filled_groups": 0}),
     "truncated": ({"completions/clipped_ratio": 0.6}, {"completions/clipped_ratio": 0.5}),
-    "constant length": ({"completions/min_length": 9}, {"completions/min_length": 9, "completions/clipped_ratio": 1.0}),
+    "constant length": ({"completions/min_length": 9, "frac_informative": 0.0}, {"completions/min_length": 9}),
     "kl": ({"kl": 1.1}, {"kl": None}),
     "ratio": ({"ratio/max": 101.0}, {"ratio/max": 99.0}),
     "log-probs apart": ({"sampler/logp_gap_mean": 0.06}, {"sampler/logp_gap_mean": 0.04}),
@@ -61,7 +62,9 @@ def test_each_warning_is_given_once_after_its_steps(check):
 
 def test_every_check_has_its_case():
     assert set(CASES) == {check.name for check in CHECKS}
-    assert ({name for changes, _ in CASES.values() for name in changes} - {"rewards/f/errors"}) <= set(METRICS)
+    assert (
+        {name for changes, _ in CASES.values() for name in changes} - {"rewards/f/errors", "rewards/f/timeouts"}
+    ) <= set(METRICS)
 
 
 @pytest.mark.parametrize("settings, changes", [
