@@ -101,20 +101,22 @@ def _cpu_seconds(call: Call) -> float:
 
 
 class _CudaClock:
-    """Times a call on the GPU, in seconds, with a cold L2 cache."""
+    """Times a call on the GPU, in seconds, with a cold L2 cache. `peak` is then its peak memory in bytes."""
 
     def __init__(self, device: str | torch.device):
-        self.cache = torch.empty(L2_BYTES, dtype=torch.uint8, device=device)
+        self.cache, self.peak = torch.empty(L2_BYTES, dtype=torch.uint8, device=device), None
 
     def __call__(self, call: Call) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         for _ in range(HEAD_STARTS):
             self.cache.zero_()
+        torch.cuda.reset_peak_memory_stats()
         start.record()
         call()
         end.record()
         torch.cuda.synchronize()
+        self.peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         return start.elapsed_time(end) / 1e3
 
 

@@ -17,6 +17,7 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.compare import KERNELS_ONLY, in_turns, instruments
+from benchmarks.compare import KERNELS_ONLY, L2_BYTES, in_turns, instruments
 
 ROOT = Path(__file__).parent.parent
 MINE = "fastgrpo"  # prefix of the names of our own variants, which must not fail
@@ -58,6 +59,7 @@ class Contestant:
         **options: Any,  # arguments of the function, JSON-serializable
     ):
         self.name, self.values, self.process, self.made = name, {}, None, None
+        self.peaks = {}  # on a GPU: peak memory in bytes of the last timed call of each variant
         self.environment, self.resident = {**os.environ, **KERNELS_ONLY, **(environment or {})}, 0
         self.command = [python, "-m", "benchmarks.contestants", function, device, json.dumps(options)]
 
@@ -99,6 +101,8 @@ class Contestant:
         if answer["value"] is not None:
             self.values.setdefault(name, []).append(answer["value"])
         self.resident = answer["resident"]
+        if answer["peak"] is not None:
+            self.peaks[name] = answer["peak"]
         return answer["measured"]
 
     def _answer(self):
@@ -163,6 +167,9 @@ def contest(
             clocks[name] = partial(contestant.seconds, name)
     results = in_turns({name: partial(_timed, name, clock, missing) for name, clock in clocks.items()}, peaks, rounds,
                        seconds)  # fmt: skip
+    if not whole:  # a first call may allocate state that lives on, such as the moments of an optimizer
+        for name, peak in ((name, peak) for one in contestants for name, peak in one.peaks.items() if name in results):
+            results[name]["peak_bytes"] = peak
     for contestant in contestants if whole else ():
         for name in results.keys() & (contestant.made or {}).get("calls", ()):
             results[name]["peak_bytes"] = contestant.resident
@@ -204,6 +211,7 @@ def serve(function: str, device: str, options: dict[str, Any]) -> None:
         module, _, attribute = function.partition(":")
         entry = getattr(importlib.import_module(module), attribute)(**options)
     except Exception as error:
+        traceback.print_exc()
         answer(error=_line_of(error))
         return
     measure = dict(zip(("peak", "seconds"), instruments(device), strict=True))
@@ -218,13 +226,15 @@ def serve(function: str, device: str, options: dict[str, Any]) -> None:
         try:
             measured = measure[request["what"]](call)
         except Exception as error:
+            traceback.print_exc()
             answer(error=_line_of(error))
             continue
         # ru_maxrss would be at least the parent's when it started this process.
         told = status.read_text() if (status := Path("/proc/self/status")).exists() else ""
-        (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", told) or [0]
-        memory = torch.cuda.max_memory_reserved() if device == "cuda" else int(peak) * 1024
-        answer(measured=measured, value=value if isinstance(value, dict) else None, resident=memory)
+        (resident,) = re.findall(r"VmHWM:\s+(\d+) kB", told) or [0]
+        memory = torch.cuda.max_memory_reserved() - L2_BYTES if device == "cuda" else int(resident) * 1024
+        peak = getattr(measure[request["what"]], "peak", None)
+        answer(measured=measured, value=value if isinstance(value, dict) else None, resident=memory, peak=peak)
 
 
 if __name__ == "__main__":

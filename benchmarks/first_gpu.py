@@ -156,7 +156,7 @@ def parts() -> list[Part]:
         own("head", 65, *(f"{size_name(shape)}: {bar}" for shape in HEAD_SHAPES for bar in head), **KERNELS_ONLY),
         own("decode", 110, *(f"{name}: tokens/s" for name in DECODE), **KERNELS_ONLY),
         own("step", 155, f"{STEP_SIZE}: samples a second, times trl, {LAYERS}", **KERNELS_ONLY),
-        own("race", 200),
+        own("race", 230),
         own("choices", 45, *(f"{size_name(size)}: {bar}" for size in FLATTEN_SIZES for bar in flatten),
             **interpreted, **KERNELS_ONLY),
         own("trl", 150, *TRL_BARS, **KERNELS_ONLY),
@@ -179,7 +179,7 @@ def run_parts(chosen: Sequence[Part], seconds: float) -> Iterator[Outcome]:
         else:
             limit = left if SMALL else min(part.seconds, left)
             ended = run_limited(part.command, limit, {**os.environ, **SAME_RUN, **part.variables}, str(ROOT))
-            output = (ended.output + ended.errors)[-TAIL:] if ended.problem else ""
+            output = (ended.output + ended.errors)[-TAIL:]  # a peer may fail in a part that ends well
             yield Outcome(part, part.read(ended), ended.problem, output)
 
 
@@ -220,20 +220,21 @@ def main(names: Sequence[str]) -> int:
         new = bar_rows(outcome)
         lines += new
         failed = failed or (why is not None and part.command is not None)
-        outputs += [f"## {part.name}: {why}\n\n{output}"] if output else []
+        outputs += [f"## {part.name}: {why or 'done'}\n\n{output}"] if output else []
         if not SMALL:
             (common,) = rows_of({}, {"all": ""}, benchmark="first_gpu", machine=machine)
             append(found.rows + [common | row for row in new], "cuda")
+            text = keep_text(lines, outputs)
     print(f"\n{bar_table(lines)}")
     if not names:
         print(f'\nnot run: {", ".join(NAMED)}; to run them: make first-gpu ARGS="{" ".join(NAMED)}"')
     if not SMALL:
-        print(f"\nPlease mail {keep_text(lines, outputs)} and the .jsonl file beside it.")
+        print(f"\nPlease mail {text} and the .jsonl file beside it.")
     return int(failed)
 
 
 def keep_text(lines: list[dict[str, Any]], outputs: list[str]) -> Path:
-    """Write the table and the last output of failed parts beside the results, and return the file."""
+    """Write the table and the last output of each part beside the results, and return the file."""
     path = results_file("cuda")
     path = path.with_name(f"{path.stem}-first.txt")
     path.write_text("\n\n".join([bar_table(lines), *outputs]) + "\n")

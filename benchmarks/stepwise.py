@@ -48,7 +48,7 @@ class Stepwise(TrainerCallback):
         self.go.release()
         self.done.acquire()
         if self.error is not None:
-            raise RuntimeError("TRL's trainer failed") from self.error
+            raise RuntimeError(f"TRL's trainer failed: {type(self.error).__name__}: {self.error}") from self.error
 
 
 def make_trl(
