@@ -487,6 +487,8 @@ class _Planner:
         in_all, times, where = count.base + count.adapters, ("draw",), ""
         if self.device.type == "cuda" and config.rollout_backend in ("auto", "fast"):  # CUDA graphs read them
             times, where = (), ", at fixed addresses"
+        elif getattr(config, "serve_port", None) is not None:  # a request during an update keeps them
+            times = ()
         unit = max(*count.layers, count.rest)
         whole, what = count.two_layers + count.rest, f"two layers, {rest}"
         if config.parallel == "fsdp2_keep":
