@@ -231,7 +231,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     for variant, runs in runs_of(rows).items():
         times = np.linspace(0, min(run[-1]["seconds"] for run in runs), 200)
         curves = [np.interp(times, *([row[key] for row in run] for key in ("seconds", "accuracy"))) for run in runs]
-        label = f"{variant}, seeds: {len(runs)}, peak memory: {max(run[-1]['peak_mib'] for run in runs):,} MiB"
+        label = f"{variant}, seeds: {len(runs)}, peak: {max(run[-1]['peak_mib'] for run in runs):,} MiB"
         (line,) = axis.plot(times, np.median(curves, axis=0), label=label)
         axis.fill_between(times, np.min(curves, axis=0), np.max(curves, axis=0), alpha=0.2, color=line.get_color())
     axis.axhline(task.target, color="gray", linestyle=":", label=f"target {task.target:g}")
