@@ -120,7 +120,7 @@ class Names(griffe.Extension):
     """Shows griffe, which reads only the source, the names that packages load on first use, and the kernels."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
-        """Add the names that a package has after its import. `kwargs` are those of other versions of griffe."""
+        """Add the names that a package has after its import. Other versions of griffe pass other `kwargs`."""
         if pkg.path == "fastgrpo":
             _add_kernels(pkg, loader)
             _add_lazy_names(pkg)

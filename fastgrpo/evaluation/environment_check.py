@@ -156,7 +156,7 @@ def check_environment(
     """Yield the problems: the name of the environment, "warning" or "note", and a text.
 
     A call that fails is a note, because a tool may refuse made-up arguments. `row`, a row of the data set, is for
-    `reset`. The other arguments are those of `Environments`.
+    `reset`. The other arguments are as for `Environments`.
     """
     row = {"prompt": [{"role": "user", "content": ""}], **(row or {})}
     for name, make in (factory if isinstance(factory, Mapping) else {None: factory}).items():

@@ -132,7 +132,7 @@ def process_advantages(
 
     Mean and deviation are taken over all step rewards of the group. `steps` has a sequence, maybe empty, of pairs (end,
     reward) for each completion, and `lengths` its tokens. The result has [T_i] fp64 for each; equal rewards give exact
-    zeros. Token t is counted from 1, and the ends increase. The other arguments are those of `group_advantages`.
+    zeros. Token t is counted from 1, and the ends increase. The other arguments are as for `group_advantages`.
     """
     for i, (of_one, length) in enumerate(zip(steps, lengths, strict=True)):
         ends = [end for end, _ in of_one]

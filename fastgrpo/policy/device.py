@@ -12,7 +12,7 @@ from fastgrpo.config.command import pip_line
 
 logger = logging.getLogger(__name__)
 GGUF = ".gguf"  # suffix of a model in one file
-MODULES = {"torchao": "torchao.quantization", "tensorboard": "torch.utils.tensorboard"}  # to import of a package
+MODULES = {"torchao": "torchao.quantization", "tensorboard": "torch.utils.tensorboard"}  # else the package itself
 
 
 def choose_device(name: str = "auto", setting: str = "device") -> torch.device:

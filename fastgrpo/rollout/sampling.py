@@ -91,7 +91,7 @@ class SamplingParams:
 
     @property
     def differs(self) -> bool:
-        """Whether tokens may be drawn from another distribution than that of the log-probs, also at temperature 0."""
+        """Whether the sampler's log-probs differ from the policy's. At temperature 0, only a penalty does this."""
         return self.filters or self.penalizes
 
     @property

@@ -209,7 +209,7 @@ def _to_call(call):
 
 
 class Choice:
-    """A completion as it is drawn: tokens, log-probs, and text up to a stop string."""
+    """A completion in progress: tokens, log-probs, and text up to a stop string."""
 
     def __init__(
         self, tokenizer: Any, stops: list[str] = (), stop_ids: tuple[int, ...] = (), hidden: bool = False,

@@ -43,7 +43,7 @@ class SFTTrainer(GRPOTrainer):
         eval_dataset: Held-out rows, or None for no evaluation. If the rows have completions or messages, their loss is
             measured. If there are reward functions, the rows' prompts are completed and judged.
         processing_class: The tokenizer, or None for the model's.
-        reward_funcs: Reward functions for the evaluation, as in `GRPOTrainer`; None for those of `args`, if any.
+        reward_funcs: Reward functions for the evaluation, as in `GRPOTrainer`. None uses `args.reward_funcs`.
 
     Raises:
         ValueError: An argument or a setting is invalid. The message names it and the fix.

@@ -345,8 +345,8 @@ class GRPOUpdate:
         """Run all updates of one rollout, and return the samples and the metrics.
 
         The samples are in order, with weights, ratios and clipped tokens of the last update. All metrics except
-        skipped_updates and learning_rate exclude skipped updates. With `checks_draws`, it raises ValueError if the
-        sampler's log-probs are not those of the policy, whose weights then stay as they are.
+        skipped_updates and learning_rate exclude skipped updates. With `checks_draws`, it raises ValueError and changes
+        no weights if the sampler's log-probs differ from the policy's.
         """
         samples = list(chain.from_iterable(groups))
         if not self.corrects_sampler:
