@@ -100,7 +100,7 @@ class TurnBuilder:
 
     def _parse(self, ids, template, form):
         if form is parse_with_template:
-            return form(self._tokenizer, ids, template.ids([template.user]), self._tools)
+            return form(self._tokenizer, ids, template.prompt, self._tools)
         drawn = ids[:-1] if ids and ids[-1] in template.stops else ids
         text = self._special.sub("", self._tokenizer.decode(drawn))
         return parse_turn(text, self._tools, form, template.opens_thoughts)
@@ -198,7 +198,7 @@ class _Template:
 
     def drawn(self, turn):
         """Return the tokens that the model would have drawn for a turn."""
-        ids, prompt = self.ids([self.user, turn]), self.ids([self.user])
+        ids, prompt = self.ids([self.user, turn]), self.prompt
         end = self._after(ids, sum(token in self.stops for token in ids))
         # A template that writes another start of the turn than it gives to the model is read from the turn's start.
         starts = [i + 1 for i, token in enumerate(prompt) if token in self.stops]
@@ -214,7 +214,7 @@ class _Template:
             dialogues += [(self.turn(1, **thoughts), answers[:1]), (self.turn(1, content=self.name), answers[:1])]
         self.keeps_turns = True
         try:
-            prompt = self.ids([self.user])
+            prompt = self.prompt
             if self._starts_with_stop():
                 return f"the assistant's turn starts with {self._named(self.stops)}; correct tokenizer.eos_token"
             for turn, answer in dialogues:
@@ -238,15 +238,19 @@ class _Template:
         """Return whether the start of the assistant's turn, which the template gives to the model, has a stop token."""
         arguments = {**self.kwargs, "add_generation_prompt": False, "return_dict": True}
         without = self.tokenizer.apply_chat_template([self.user], **arguments)["input_ids"]
-        return sum(t in self.stops for t in without) != sum(t in self.stops for t in self.ids([self.user]))
+        return sum(t in self.stops for t in without) != sum(t in self.stops for t in self.prompt)
+
+    @functools.cached_property
+    def prompt(self):
+        return self.ids([self.user])
 
     @property
     def shows_tools(self):
-        return self.ids([self.user]) != self.ids([self.user], tools=False)
+        return self.prompt != self.ids([self.user], tools=False)
 
     @functools.cached_property
     def opens_thoughts(self):
-        return self.tokenizer.decode(self.ids([self.user])).rstrip().endswith("<think>")
+        return self.tokenizer.decode(self.prompt).rstrip().endswith("<think>")
 
     def renders_prompts_of(self, other):
         """Return whether prompts are the same as with another template, also with tools if the other shows them."""
