@@ -7,13 +7,14 @@ Control characters are printed as escapes such as \x1b; --raw True prints them u
 """
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fastgrpo.config.command import escape_controls, parse_flags, quiet_libraries, run_command
 from fastgrpo.config.fields import Count, NotNegative, Seed, settings_class
-from fastgrpo.config.sections import LoadingConfig, TokenFilterConfig, ToolsConfig
+from fastgrpo.config.sections import LoadingConfig, TemplateConfig, TokenFilterConfig, ToolsConfig
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.prompts import shortened, to_prompt
 from fastgrpo.data.records import StopReason
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @settings_class
-class ChatConfig(TokenFilterConfig, ToolsConfig, LoadingConfig, Settings):
+class ChatConfig(TokenFilterConfig, ToolsConfig, TemplateConfig, LoadingConfig, Settings):
     """The settings of the command. Sampling settings have vLLM's names."""
 
     model: str
@@ -63,7 +64,7 @@ class Conversation:
     def __init__(
         self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", sampling: "SamplingParams",
         system_prompt: str | None = None, raw: bool = False, environments: "Environments | None" = None,
-        max_turns: int | None = None,
+        max_turns: int | None = None, template_kwargs: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         from transformers import GenerationConfig
 
@@ -77,7 +78,8 @@ class Conversation:
         self.max_tokens = sampling.max_tokens
         self.raw = raw
         self.stops = stops = stop_token_ids(self.policy, tokenizer)
-        self.prompts, self.dialogue = Prompts(tokenizer, None, environments, stops, max_turns), None
+        self.prompts = Prompts(tokenizer, template_kwargs, environments, stops, max_turns)
+        self.dialogue, self.begun = None, 0  # conversations with tools so far
         # Replace the model's generation config: its penalties and filters would change the draws.
         drawn = {} if sampling.temperature == 0 else {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k
@@ -104,7 +106,8 @@ class Conversation:
         if self.prompts.environments is not None:
             return self._answer_with_tools(turn)
         prefix = f"{self.system_prompt}\n\n" if self.system_prompt else ""
-        prompt = to_prompt({"prompt": [*self.messages, turn] if templated else prefix + text}, self.tokenizer)
+        given = {"prompt": [*self.messages, turn] if templated else prefix + text}
+        prompt = to_prompt(given, self.tokenizer, self.prompts.template_kwargs)
         said = self.tokenizer.decode(self._draw(prompt.ids, prompt.prompt), skip_special_tokens=True)
         if templated:
             self.messages += [turn, {"role": "assistant", "content": said}]
@@ -129,7 +132,8 @@ class Conversation:
         last = self.dialogue
         if last is None:
             prompt = self.prompts({"prompt": [*self.messages, turn]})
-            dialogue = self.prompts.start({0: prompt}, 1, torch.initial_seed())[0][0].dialogue
+            self.begun += 1
+            dialogue = self.prompts.start({0: prompt}, 1, torch.initial_seed(), self.begun)[0][0].dialogue
             if dialogue.episode.error:
                 raise ValueError(f"the environment cannot be reset: {dialogue.episode.error}")
             self._print(dialogue.prompt[-1]["content"][len(turn["content"]) :].lstrip("\n"))
@@ -191,7 +195,9 @@ def chat(argv: list[str]) -> None:
     apply_liger(model)
     calls = flags.max_tool_calling_iterations
     turns = None if calls is None else calls + 1
-    conversation = Conversation(model, tokenizer, sampling, flags.system_prompt, flags.raw, environments, turns)
+    conversation = Conversation(
+        model, tokenizer, sampling, flags.system_prompt, flags.raw, environments, turns, flags.template_kwargs
+    )
     if flags.prompt is not None:
         conversation.answer(flags.prompt)
         return

@@ -155,6 +155,24 @@ def transcript(messages: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def with_system(row: Mapping[str, Any], system_prompt: str, writes: bool = False) -> dict[str, Any]:
+    """Put the system prompt before a prompt. Leave other values, which the check of rows refuses.
+
+    If an environment `writes` the prompt, it appends to an empty user message.
+    """
+    changed = dict(row)
+    if writes and row.get("prompt") is None and row.get("messages") is None:
+        changed["prompt"] = [{"role": "user", "content": ""}]
+        row = changed
+    for name in ("prompt", "messages"):
+        given = row.get(name)
+        if isinstance(given, str):
+            changed[name] = f"{system_prompt}\n\n{given}"
+        elif isinstance(given, list) and given:
+            changed[name] = [{"role": "system", "content": system_prompt}, *given]
+    return changed
+
+
 def is_example(row: dict) -> bool:
     """Return whether a row is an example for supervised training."""
     return isinstance(row, Mapping) and any(row.get(name) is not None for name in ("completion", "messages"))
@@ -251,4 +269,8 @@ def _answer(before, message, tokenizer, template_kwargs):
             f"the chat template changes the conversation before {shortened([message])} when the answer follows, so "
             "prompt and completion cannot be separated; pass them as strings"
         )
-    return whole[len(start) :]
+    text = whole[len(start) :]
+    names = [call.get("function", call).get("name") for call in message.get("tool_calls") or ()]
+    if not all(str(name) in text for name in names):
+        raise ValueError("the chat template does not write tool calls; set tokenizer.chat_template to one that does")
+    return text

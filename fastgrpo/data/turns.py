@@ -149,7 +149,14 @@ class _Template:
 
     def ids(self, messages, tools=True):
         """Tokenize messages, with the start of the assistant's turn."""
-        return to_prompt({"prompt": messages}, self.tokenizer, self.kwargs if tools else self._bare).ids
+        if tools:
+            return to_prompt({"prompt": messages}, self.tokenizer, self.kwargs).ids
+        try:
+            return to_prompt({"prompt": messages}, self.tokenizer, self._bare).ids
+        except ValueError:
+            if not self.tools:
+                raise
+            return to_prompt({"prompt": messages}, self.tokenizer, {**self._bare, "tools": []}).ids  # as in Hermes 3
 
     def suffix(self, messages):
         """Tokenize what follows an assistant's turn, with the stop token of the turn."""

@@ -158,7 +158,9 @@ def check_environment(
     A call that fails is a note, because a tool may refuse made-up arguments. `row`, a row of the data set, is for
     `reset`. The other arguments are as for `Environments`.
     """
-    row = {"prompt": [{"role": "user", "content": ""}], **(row or {})}
+    row = {"prompt": "", **(row or {})}
+    if isinstance(row["prompt"], str):
+        row["prompt"] = [{"role": "user", "content": row["prompt"]}]
     for name, make in (factory if isinstance(factory, Mapping) else {None: factory}).items():
         title = name or getattr(make, "__name__", None) or "tools"
         found = []

@@ -91,6 +91,8 @@ def open_task(config: TrainingConfig, load: "Callable[[str, bool], PreTrainedTok
 def held_out_rows(task: Task, config: Any) -> Rows:
     """Return the held-out rows of a task. Raise if there are none."""
     test = task.test()
+    if test is None and config.dataset_name is None and getattr(config, "environment", None):
+        raise ValueError("pass rows with --dataset_name FILE.jsonl, with a line such as {} for each completion")
     if test is None or not len(test):
         raise ValueError(
             f"task {config.task} has no rows in the split {config.dataset_test_split!r}; name another one with "

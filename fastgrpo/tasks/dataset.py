@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.data import load_rows
+from fastgrpo.data.prompts import with_system
 from fastgrpo.tasks import Task, shuffled
 
 if TYPE_CHECKING:
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 
 def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase | None") -> Task:
     """Build the task of a data set. A system prompt goes before each prompt, as a message or as text."""
-    if config.dataset_name is None and getattr(config, "environment", None):
-        return Task(lambda: None, lambda: None, [])  # the environment writes the prompts
+    if config.dataset_name is None and (getattr(config, "environment", None) or getattr(config, "train_file", None)):
+        return Task(lambda: None, lambda: None, [])  # the environment writes the prompts, or the file has the rows
     if config.dataset_name is None:
         raise ValueError("task=dataset needs --dataset_name: a hub id, a .jsonl file, or a folder of them")
     return Task(
@@ -41,16 +42,5 @@ def _rows(config, split):
     rows = load_rows(config.dataset_name, config.dataset_config, split)
     if rows is None or config.system_prompt is None:
         return rows
-    return rows.map(partial(_with_system, system_prompt=config.system_prompt))
-
-
-def _with_system(row, system_prompt):
-    """Put the system prompt before a prompt. Leave other values, which the check of rows refuses."""
-    changed = dict(row)
-    for name in ("prompt", "messages"):
-        given = row.get(name)
-        if isinstance(given, str):
-            changed[name] = f"{system_prompt}\n\n{given}"
-        elif isinstance(given, list) and given:
-            changed[name] = [{"role": "system", "content": system_prompt}, *given]
-    return changed
+    writes = getattr(config, "environment", None) is not None
+    return rows.map(partial(with_system, system_prompt=config.system_prompt, writes=writes))

@@ -19,7 +19,6 @@ import inspect
 import os
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -136,13 +135,12 @@ class ScoreAnswer:
         """Score completions."""
         from reasoning_gym.utils import extract_answer
 
-        scores, of_task = [], defaultdict(list)
+        scores = []
         for completion, *entry in zip(completions, question, answer, metadata, strict=True):
             given = extract_answer(completion_text(completion), "answer")
             scores.append(self._score(given, dict(zip(("question", "answer", "metadata"), entry, strict=True))))
-            of_task[entry[-1]["source_dataset"]].append(scores[-1])
-        for name, values in of_task.items() if log_metric else ():
-            log_metric(f"score/{name}", sum(values) / len(values))
+            if log_metric:
+                log_metric(f"score/{entry[-1]['source_dataset']}", scores[-1])
         return scores
 
     def _score(self, given, entry):

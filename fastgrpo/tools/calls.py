@@ -1,7 +1,9 @@
 """Calls tools. Each call gets an answer that the model can read; nothing that a tool does ends the run.
 
-Plain functions run in daemon threads. Async functions run together on one event loop, where they may share clients. A
-call that exceeds its time limit is abandoned: its thread goes on by itself, its coroutine is cancelled.
+Plain functions run in daemon threads, and all methods of one environment in the same thread: a connection to SQLite,
+for example, may only be used in the thread that made it. Async functions run together on one event loop, where they may
+share clients. A call that exceeds its time limit is abandoned: its thread goes on by itself, its coroutine is
+cancelled.
 """
 
 import asyncio
@@ -57,6 +59,29 @@ class _Threads:
                 self.idle += 1
 
 
+class Worker:
+    """A daemon thread that runs jobs one after another, until `close`. Later jobs run in other threads."""
+
+    def __init__(self):
+        self.lock, self.jobs, self.closed = threading.Lock(), queue.SimpleQueue(), False
+        threading.Thread(target=self._work, name="fastgrpo-environment", daemon=True).start()
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Run a job after those before it."""
+        with self.lock:
+            (_THREADS.run if self.closed else self.jobs.put)(job)
+
+    def close(self) -> None:
+        """End the thread after its jobs."""
+        with self.lock:
+            self.closed = True
+            self.jobs.put(None)
+
+    def _work(self):
+        while (job := self.jobs.get()) is not None:
+            job()
+
+
 class _Loop:
     """The event loop of async tools, in a thread of its own."""
 
@@ -87,8 +112,8 @@ class _Loop:
 _THREADS, _LOOP = _Threads(), _Loop()
 
 
-def in_thread(function: Callable, *args: Any) -> Future:
-    """Run a function in a daemon thread."""
+def in_thread(function: Callable, *args: Any, worker: Worker | None = None) -> Future:
+    """Run a function in a daemon thread, that of `worker` if given."""
     future = Future()
 
     def run():
@@ -99,7 +124,7 @@ def in_thread(function: Callable, *args: Any) -> Future:
         else:
             future.set_result(result)
 
-    _THREADS.run(run)
+    (worker or _THREADS).run(run)
     return future
 
 
@@ -151,11 +176,11 @@ class ToolBox:
 
     transformers makes the schemas of `tools` from their type annotations and Google docstrings. ValueError is raised
     if a tool has no schema, or two have the same name. The public methods of `environment` but `reset` and `get_reward`
-    are tools, too. `timeout` limits a call, in seconds.
+    are tools, too; they run in `worker`. `timeout` limits a call, in seconds.
     """
 
     def __init__(self, tools: Sequence[Callable], timeout: float | None = None, environment: Any = None):
-        self.timeout, self.methods = timeout, public_methods(environment)
+        self.timeout, self.methods, self.worker = timeout, public_methods(environment), None
         every = [*tools, *self.methods.values()]
         self.schemas = [_schema(tool) for tool in every]
         names = [schema["function"]["name"] for schema in self.schemas]
@@ -167,10 +192,10 @@ class ToolBox:
         self.required = {function["name"]: {*function["parameters"].get("required", ())} for function in functions}
         self.pace = SimpleNamespace(quick=not any(map(inspect.iscoroutinefunction, every)))
 
-    def of(self, environment: Any) -> "ToolBox":
+    def of(self, environment: Any, worker: Worker) -> "ToolBox":
         """Return the same tools for another instance of the environment."""
         box = copy(self)
-        box.methods = public_methods(environment)
+        box.methods, box.worker = public_methods(environment), worker
         box.tools = self.tools | box.methods
         return box
 
@@ -204,7 +229,7 @@ class Call:
             self.loop = _LOOP.get()
             self.work = asyncio.run_coroutine_threadsafe(_await(tool, arguments), self.loop)
         else:
-            self.work = in_thread(_call, tool, arguments)
+            self.work = in_thread(_call, tool, arguments, worker=box.worker if name in box.methods else None)
         self.ended = self.began
         self.work.add_done_callback(self._end)
 

@@ -59,8 +59,21 @@ class Dialogue:
         return self.episode.box.quick
 
     def answer(self, ids: Sequence[int], room: int) -> "Future[Turn]":
-        """Answer a turn in another thread, with at most `room` tokens."""
-        self.pending = in_thread(self._answer, list(ids), room)
+        """Answer a turn, with at most `room` tokens. Calls run in another thread."""
+        parsed = self._read(list(ids))
+        calls = parsed.message.get("tool_calls") or []
+        reason = None
+        if self.episode.failed:
+            reason = StopReason.ENV_ERROR
+        elif not calls:
+            reason = StopReason.PARSE_ERROR if parsed.malformed else StopReason.STOP
+        elif self.max_turns is not None and self.turns >= self.max_turns:
+            reason = StopReason.MAX_TURNS
+        if reason is None:
+            self.pending = in_thread(self._answer, calls, room)
+        else:
+            self.pending = Future()
+            self.pending.set_result(Turn(reason=reason))
         return self.pending
 
     def close(self, reason: StopReason) -> None:
@@ -87,15 +100,7 @@ class Dialogue:
         self.messages.append(parsed.message)
         return parsed
 
-    def _answer(self, ids, room):
-        parsed = self._read(ids)
-        calls = parsed.message.get("tool_calls") or []
-        if self.episode.failed:
-            return Turn(reason=StopReason.ENV_ERROR)
-        if not calls:
-            return Turn(reason=StopReason.PARSE_ERROR if parsed.malformed else StopReason.STOP)
-        if self.max_turns is not None and self.turns >= self.max_turns:
-            return Turn(reason=StopReason.MAX_TURNS)
+    def _answer(self, calls, room):
         answers, reason = self._call(calls)
         self.messages += answers
         if reason is not None:

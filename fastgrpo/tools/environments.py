@@ -16,7 +16,7 @@ from typing import Any
 
 from fastgrpo.config.fields import did_you_mean
 from fastgrpo.data.prompts import copied, shortened
-from fastgrpo.tools.calls import PATIENCE, ToolBox, as_text, in_thread, on_loop, settled
+from fastgrpo.tools.calls import PATIENCE, ToolBox, Worker, as_text, in_thread, on_loop, settled
 
 logger = logging.getLogger(__name__)
 COLUMN = "environment"  # column of the data set that names the environment, if there are several
@@ -66,6 +66,7 @@ class Environments:
         self.factories = dict(factory) if self.routed else {None: factory}
         self.timeout, self.active, self.warned = timeout, {}, False
         self.boxes, self.idle, self.resets = {}, {}, {}
+        self.workers = {}  # the thread of each instance, by its id
         kinds = {}
         for name, make in self.factories.items():
             self.idle[name] = deque()
@@ -80,12 +81,14 @@ class Environments:
 
     def _probe(self, name, make):
         shown = "environment_factory" if name is None else f"environment {name!r}"
+        worker = Worker()
         try:
-            instance = make()
+            instance = in_thread(make, worker=worker).result()
         except Exception as error:
             raise ValueError(f"{shown} cannot be made: {type(error).__name__}: {error}") from error
         if not callable(getattr(instance, "reset", None)):
             raise ValueError(f"{shown} made a {type(instance).__name__}, which has no method reset; add one")
+        self.workers[id(instance)] = worker
         return instance
 
     def _reward(self, kind):
@@ -93,7 +96,10 @@ class Environments:
 
         def get_reward(environments, **columns):
             own = [type(one) is kind and not self._failed(one) for one in environments]
-            values = [one.get_reward() if mine else None for one, mine in zip(environments, own, strict=True)]
+            values = [
+                in_thread(one.get_reward, worker=self.workers[id(one)]).result() if mine else None
+                for one, mine in zip(environments, own, strict=True)
+            ]
             begun = [on_loop(value) if inspect.isawaitable(value) else value for value in values]
             return [value.result() if isinstance(value, Future) else value for value in begun]
 
@@ -126,12 +132,13 @@ class Environments:
         for row, seed in zip(rows, seeds, strict=True):
             name, messages = self.name_of(row), _messages(row)
             if self.factories[name] is None:
-                begun.append((name, messages, None, None, 0.0))
+                begun.append((name, messages, None, None, None, 0.0))
                 continue
             given = self._arguments(name, row, seed)
             instance = self.idle[name].popleft() if self.idle[name] else None
-            reset = in_thread(self._reset, name, instance, given)
-            begun.append((name, messages, instance, reset, time.monotonic()))
+            worker = Worker() if instance is None else self.workers.pop(id(instance))
+            reset = in_thread(self._reset, name, instance, given, worker=worker)
+            begun.append((name, messages, instance, worker, reset, time.monotonic()))
             wait([reset], PATIENCE)
         return [self._episode(*one) for one in begun]
 
@@ -161,7 +168,7 @@ class Environments:
             raise TypeError(f"reset returned a {type(observed).__name__}; it may return None, text or blocks of text")
         return instance, ""
 
-    def _episode(self, name, messages, instance, reset, began):
+    def _episode(self, name, messages, instance, worker, reset, began):
         """Wait for a reset."""
         if reset is None:
             return Episode(name, None, self.boxes[name], messages)
@@ -177,16 +184,22 @@ class Environments:
             if not self.warned:
                 self.warned = True
                 logger.warning("An environment could not be reset (%s). Such completions end with env_error.", problem)
-        box = self.boxes[name] if instance is None else self.boxes[name].of(instance)
+        box = self.boxes[name] if instance is None else self.boxes[name].of(instance, worker)
         episode = Episode(name, instance, box, messages, problem is not None, problem)
-        if instance is not None:
-            self.active[id(instance)] = episode
+        if instance is None:
+            worker.close()
+        else:
+            self.active[id(instance)], self.workers[id(instance)] = episode, worker
         return episode
 
     def give_back(self, episodes: Iterable[Episode]) -> None:
         """Return the instances to the pool after their rewards were computed. Failed ones are thrown away."""
         for episode in episodes:
-            if self.active.pop(id(episode.environment), None) is episode and not episode.failed:
+            if self.active.pop(id(episode.environment), None) is not episode:
+                continue
+            if episode.failed:
+                self.workers.pop(id(episode.environment)).close()
+            else:
                 self.idle[episode.name].append(episode.environment)
 
 

@@ -165,6 +165,8 @@ def test_a_template_that_breaks_conversations_is_refused_by_name(old, new, fault
     made = tokenizer(CHATML.replace("CALL", WRITTEN))
     made.name_or_path = "some/model"
     assert TurnBuilder(made, TOOLS).chat_template is None
+    made.chat_template = "{% for t in tools %}{{ t.function.name }}{% endfor %}" + made.chat_template  # as in Hermes 3
+    assert TurnBuilder(made, TOOLS).chat_template is None
     text = CHATML.replace(old, new).replace("CALL", WRITTEN)
     made.chat_template = text
     with pytest.raises(ValueError, match=r"some/model .*set tokenizer.chat_template") as refused:
@@ -191,4 +193,6 @@ def test_models_of_characters_call_tools():
     examples = to_examples({"messages": talk}, made, template_kwargs=builder.template_kwargs)
     shown = [(made.decode(each.prompt_ids), made.decode(each.ids)) for each in examples]
     asked = "look<eos>add<eos>3+4?<eos>"
+    with pytest.raises(ValueError, match="does not write tool calls"):
+        to_examples({"messages": talk}, tiny.tokenizer(chat=True))
     assert shown == [(asked, "add(3,4)<eos>"), (f"{asked}add(3,4)<eos>7<eos>", "7<eos>")]

@@ -12,6 +12,7 @@ from runs import lines
 
 from fastgrpo.config.recipe import parse
 from fastgrpo.config.settings import TrainConfig
+from fastgrpo.data.prompts import with_system
 from fastgrpo.rewards.gsm8k import digits_reward
 from fastgrpo.tasks import arithmetic, dataset, find_task, gsm8k, sums
 from fastgrpo.train import main
@@ -181,25 +182,11 @@ def test_sums_are_right_and_no_held_out_pair_is_trained_on():
     assert digits_reward in task.reward_funcs and gsm8k.correctness in task.reward_funcs
 
 
-def test_errors_name_the_line_of_a_row_in_a_task(tmp_path):
-    """Also with a system prompt before each prompt."""
-    path = tmp_path / "train.jsonl"
-    row = json.dumps({"prompt": "hi", "question": "1+1?", "answer": "2"})
-    path.write_text(f"\n{row}\n\n{row}\n")
-    for system_prompt in (None, "S"):
-        config = TrainConfig(task="dataset", dataset_name=str(path), system_prompt=system_prompt)
-        rows = dataset.build(config, None).train().rows
-        assert rows.where(1) == f"{path}:4" and rows[1]["prompt"] == ("hi" if system_prompt is None else "S\n\nhi")
-    config = TrainConfig(task="gsm8k", dataset_name=str(path))
-    rows = gsm8k.build(config, tiny.tokenizer()).train().rows
-    assert rows.where(len(rows) - 1) == f"{path}:4"
-
-
 def test_a_system_prompt_goes_before_a_prompt_and_before_messages():
     """A value that is not a prompt stays as it is."""
     system, messages = {"role": "system", "content": "S"}, [{"role": "user", "content": "hi"}]
     for prompt, told in ((None, None), (7, 7), ([], []), ("hi", "S\n\nhi"), (messages, [system, *messages])):
-        row = dataset._with_system({"prompt": prompt, "messages": messages, "x": 1}, "S")
+        row = with_system({"prompt": prompt, "messages": messages, "x": 1}, "S")
         assert row == {"prompt": told, "messages": [system, *messages], "x": 1}
 
 

@@ -1,6 +1,7 @@
 """An environment serves one completion at a time, and starts as its row and seed say."""
 
 import asyncio
+import sqlite3
 import threading
 import time
 
@@ -152,6 +153,41 @@ def test_an_async_reward_runs_on_the_loop_of_the_tools():
         episode.box.call("act", {}).result()
     in_use = [episode.environment for episode in episodes]
     assert [reward(in_use) for reward in environments.rewards] == [[0.5, 0.5, None], [None, None, 0.0]]
+
+
+class Database:
+    """SQLite refuses a connection that another thread made."""
+
+    def __init__(self):
+        self.connection = sqlite3.connect(":memory:")
+
+    def reset(self):
+        self.connection.execute("create table if not exists a (b)")
+
+    def query(self, text: str) -> str:
+        """Query.
+
+        Args:
+            text: SQL.
+        """
+        return str(self.connection.execute(text).fetchall())
+
+    def get_reward(self):
+        return float(self.connection.execute("select count(*) from a").fetchone()[0])
+
+
+def test_an_environment_has_a_thread_of_its_own():
+    environments = Environments(Database)
+    for _ in range(2):
+        episodes = environments.start([{}] * 3, range(3))
+        for i, episode in enumerate(episodes):
+            calls = [episode.box.call("query", {"text": "insert into a values (1)"}).result() for _ in range(i)]
+            assert not any(call.failed for call in calls)
+        (reward,) = environments.rewards
+        rewards = reward(environments=[episode.environment for episode in episodes])
+        episodes[2].failed = True
+        environments.give_back(episodes)
+    assert rewards == [0.0, 2.0, 2.0] and len(environments.workers) == 2
 
 
 class Trouble:

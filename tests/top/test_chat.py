@@ -77,7 +77,10 @@ def test_a_model_calls_tools_and_the_next_question_follows_all_its_tokens(capsys
     assert talk.dialogue.environment is first.environment
     assert first.environment.calls == len(first.calls + talk.dialogue.calls)
     talk.reset()
+    seeds, start = [], talk.prompts.start
+    talk.prompts.start = lambda *given: seeds.append(given) or start(*given)
     talk.answer("hi")
+    assert seeds[0][-1] == 2  # another seed than that of the first conversation
     assert talk.dialogue.environment is first.environment  # reset, and used again
     assert first.environment.calls == len(talk.dialogue.calls)
     away = Environments(type("Away", (), {"reset": lambda self: 1 / 0}))
