@@ -404,7 +404,8 @@ class Server:
         """POST /inference/v1/generate."""
         body = await self._read(request, protocol.GenerateBody)
         how = body.sampling_params
-        job = self._job(body.token_ids, how, how.max_tokens)
+        room = max(self.max_model_len - len(body.token_ids), 1)  # vLLM shortens a completion, too
+        job = self._job(body.token_ids, how, min(how.max_tokens or room, room))
         choices = self._choices(job, how, hidden=not how.stops)
         texts = TokenTexts(self.tokenizer, as_ids=True)
 
@@ -459,7 +460,7 @@ class Server:
         if not tools:
             return to_prompt({"prompt": messages}, self.tokenizer, arguments).ids, None
         builder = self._builder(json.dumps(tools), json.dumps(arguments))
-        return builder.prompt(messages), builder
+        return builder.prompt(messages), None if body.tool_choice == "none" else builder
 
     def _make_builder(self, tools, arguments):
         try:

@@ -124,12 +124,14 @@ class CompletionBody(OpenAIBody):
 
 
 class Function(Body):
-    """A function that the model may call."""
+    """A function that the model may call. Further fields, such as `return`, are shown to the model."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     name: str = Field(min_length=1)
     description: str = ""
     parameters: dict[str, Any] = {}
-    strict: Literal[False] = False
+    strict: bool = False
 
 
 class Tool(Body):
@@ -153,7 +155,7 @@ class ChatBody(OpenAIBody):
     @property
     def schemas(self) -> list[dict]:
         """JSON schemas of the tools."""
-        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools]
+        return [tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in self.tools]
 
 
 class GenerateSampling(SamplingBody):
@@ -187,6 +189,7 @@ def to_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 for call, made in zip(calls, message["tool_calls"], strict=True)
             }
         elif message.get("role") == "assistant":
+            message.pop("tool_calls", None)  # an empty list, at which some templates fail
             message.setdefault("content", "")
         called = str(message.get("tool_call_id"))
         if message.get("role") == "tool" and called in names:
@@ -200,7 +203,7 @@ def _to_call(call):
     try:
         function = call["function"]
         name, arguments = function["name"], function["arguments"]
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
         if not isinstance(arguments, dict) or not isinstance(name, str):
             raise TypeError
     except (KeyError, TypeError, ValueError):
@@ -305,9 +308,10 @@ class TokenTexts:
         for text in texts:
             offsets.append(offset)
             offset += len(text)
-        likeliest = [each and {self.text(token): logp for token, logp in reversed(each)} for each in top or ()]
-        drawn = zip(texts, logps, strict=True)
-        tops = top and [each and {text: logp} | each for each, (text, logp) in zip(likeliest, drawn, strict=True)]
+        tops = [
+            None if logp is None else {text: logp} | {self.text(token): other for token, other in reversed(each or ())}
+            for text, logp, each in zip(texts, logps, top or [()] * len(ids), strict=True)
+        ]
         return {"tokens": texts, "token_logprobs": logps, "top_logprobs": tops, "text_offset": offsets}
 
     def chat(

@@ -70,6 +70,8 @@ def test_completions_equal_the_engines(post):
         for choice, sample in zip(reply["choices"], samples, strict=True):
             assert choice["token_ids"] == sample.ids and choice["prompt_token_ids"] == sample.prompt_ids
             assert choice["text"] == tokenizer.decode(sample.ids) and choice["finish_reason"] == "length"
+            found = [*choice["logprobs"]["top_logprobs"][0].items()]  # TRL's client reads the drawn token from it
+            assert found == [(choice["logprobs"]["tokens"][0], choice["logprobs"]["token_logprobs"][0])]
             torch.testing.assert_close(torch.tensor(choice["logprobs"]["token_logprobs"]), sample.logps)
         assert reply["usage"] == {"prompt_tokens": 8, "completion_tokens": 16, "total_tokens": 24}
     one = post("/v1/completions", prompt="hello", **GREEDY)["choices"]
@@ -111,8 +113,9 @@ def test_token_ids_in_and_out(post):
         assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 3}]
         for token, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
             assert entry["token"] == f"token_id:{token}" and entry["token_id"] == token and -99 < entry["logprob"] < 0
-    filled = post("/inference/v1/generate", token_ids=[5] * 2040, sampling_params={"ignore_eos": True})
-    assert len(filled["choices"][0]["token_ids"]) == 8  # up to the context
+    for more in ({}, {"max_tokens": 99}):
+        filled = post("/inference/v1/generate", token_ids=[5] * 2040, sampling_params={"ignore_eos": True} | more)
+        assert len(filled["choices"][0]["token_ids"]) == 8  # up to the context
 
 
 def test_a_seed_decides_whatever_else_is_drawn(post):
@@ -183,14 +186,18 @@ def test_tool_calls_are_parsed(server, post, stream, monkeypatch):
         {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "1?"}]},
         {"role": "assistant", "content": None, "tool_calls": [
             {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}]},
+        {"role": "assistant", "content": "so", "tool_calls": []},
         {"role": "tool", "tool_call_id": "c", "content": "3"},
     ]  # fmt: skip
     scripted(server, monkeypatch, "I add." + CALL)
-    asked = {"messages": history, "tools": [TOOL], "tool_choice": "auto", "return_token_ids": True}
-    reply = post("/v1/chat/completions", **asked)
-    prompt = tiny.tokenizer().decode(reply["prompt_token_ids"])
-    assert prompt.endswith(f"<user>2+1?<eos>\n<assistant>{CALL}<eos>\n<tool>3<eos>\n<assistant>")
-    assert json.loads(prompt.partition("\n")[0]) == [TOOL]
+    shown = {**TOOL, "function": {**TOOL["function"], "return": {"type": "number"}}}  # of get_json_schema
+    strict = {**shown, "function": {**shown["function"], "strict": True}}
+    for choice in ("none", "auto"):
+        asked = {"messages": history, "tools": [strict], "tool_choice": choice, "return_token_ids": True}
+        reply = post("/v1/chat/completions", **asked)
+        prompt = tiny.tokenizer().decode(reply["prompt_token_ids"])
+        answered = f"<assistant>{CALL}<eos>\n<assistant>so<eos>\n<tool>3<eos>\n<assistant>"
+        assert prompt.endswith(f"<user>2+1?<eos>\n{answered}") and json.loads(prompt.partition("\n")[0]) == [shown]
     (choice,), (call,) = reply["choices"], reply["choices"][0]["message"]["tool_calls"]
     assert choice["message"]["content"] == "I add." and choice["finish_reason"] == "tool_calls"
     assert call["type"] == "function" and call["function"] == {"name": "add", "arguments": '{"a": 3}'} and call["id"]
