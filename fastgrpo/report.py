@@ -4,6 +4,7 @@ The page is one file, needs no server and sends no requests. It shows the curren
 unfinished runs. The command also redraws curves.png of each run.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -45,10 +46,14 @@ def report(argv: list[str]) -> None:
     page = Path(default if config.output is None else config.output)
     _refuse_page(page)
     for run in runs:
-        _claim(run, "curves.png")
+        with contextlib.suppress(OSError):
+            _claim(run, "curves.png")
     text = _page(runs)
     for run in runs:
-        print(draw_curves(run, panels=_panels(run)))
+        try:
+            print(draw_curves(run, panels=_panels(run)))
+        except OSError as error:  # the folder is read-only
+            print(f"warning: {run / 'curves.png'} cannot be written: {error.strerror}", file=sys.stderr)
     _write(page, text)
     print(page)
 

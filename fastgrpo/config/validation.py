@@ -6,6 +6,7 @@ evaluate and chat use the same rules as `GRPOConfig`.
 
 import dataclasses
 import inspect
+from pathlib import Path
 from typing import Any
 
 from fastgrpo.config.fields import keywords
@@ -70,6 +71,7 @@ RESUME_INEXACT = """
 device max_num_seqs rollout_memory_utilization reward_model_kwargs ref_storage
 use_liger_kernel attention gradient_checkpointing max_steps num_train_epochs max_tokens_per_microbatch
 """
+PATHS = ("model_name_or_path", "dataset_name", "train_file")
 RESUME_MAY_CHANGE, RESUME_INEXACT = frozenset(RESUME_MAY_CHANGE.split()), frozenset(RESUME_INEXACT.split())
 
 
@@ -77,6 +79,8 @@ def on_resume(name: str, before: Any = None, now: Any = None) -> str:
     """Return whether a resumed run may change a setting between these values: "free", "inexact" or "same"."""
     if name == "ref_storage" and {"int8", "nf4"} & {before, now}:  # a quantized reference has other weights
         return "same"
+    if name in PATHS and None not in (before, now) and Path(before).name == Path(now).name:
+        return "free"  # the same files at another place; their content is compared
     if name == "reward_model_kwargs" and _but_device(before) != _but_device(now):
         return "same"
     if name == "rollout_backend" and {before, now} <= {"auto", "fast", "eager"}:

@@ -21,7 +21,7 @@ from fastgrpo.data.records import TrainerState
 from fastgrpo.run.curves import markdown_table
 
 # Settings that the card shows elsewhere, or that are paths.
-PLACES = ("model_name_or_path", "dataset_name", "dataset_train_split", "train_file", "device")
+PLACES = ("model_name_or_path", "dataset_name", "dataset_train_split", "train_file", "reward_funcs", "device")
 LONGEST = 80  # characters of a setting's value
 PAPER = """\
 ```bibtex
@@ -60,7 +60,8 @@ def model_card(
     inputs: Mapping[str, Path],
 ) -> str:
     """Return the model card of a checkpoint."""
-    grpo, data = args.command == "train", args.dataset_name or HUB_DATA.get(args.task)
+    file = getattr(args, "train_file", None)  # of supervised training
+    grpo, data = args.command == "train", file or args.dataset_name or HUB_DATA.get(args.task)
     datasets = [data] if data and on_hub(data, inputs) else None
     head = ModelCardData(
         base_model=base if on_hub(base, inputs) else None,
@@ -105,7 +106,8 @@ def _linked(name, kind, inputs):
 def _data(args, data, rows, rewards, inputs):
     source = "rows that the task or the caller made"
     if data:
-        source = f"{_linked(data, 'datasets/', inputs).rstrip(',')}, split `{args.dataset_train_split}`"
+        source = _linked(data, "datasets/", inputs).rstrip(",")
+        source += f", split `{args.dataset_train_split}`" * (data != getattr(args, "train_file", None))
     judged = f" Rewards: {', '.join(f'`{reward}`' for reward in rewards)}." if rewards else ""
     return f"{rows:,} training rows: {source}.{judged}"
 

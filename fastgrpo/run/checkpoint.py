@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-import socket
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 from fastgrpo.config.fields import did_you_mean
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.ranks import ALONE, RankLost, Ranks, apart, together
-from fastgrpo.run.folder import RunFolder
+from fastgrpo.run.folder import RunFolder, see
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     import torch
@@ -48,21 +48,58 @@ def save_model(
 ) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` reads: weights (safetensors), config and tokenizer.
 
-    transformers 4, and so many versions of vLLM, reads `rope_theta` and `rope_scaling` at the top of config.json, and
-    silently uses 10,000 and None without them (vLLM pull request 42624). So they are written there too.
+    transformers 4, and with it many versions of vLLM, also reads these files: names that it expects are added.
     """
     model.save_pretrained(path, state_dict=state_dict)
     tokenizer.save_pretrained(path)
-    file = path / "config.json"
-    config = json.loads(file.read_text()) if file.exists() else {}  # a folder of adapters has none
-    rope = config.get("rope_parameters") or {}
-    if "rope_theta" in rope:
-        config["rope_theta"] = rope["rope_theta"]
-        if rope.get("rope_type", "default") != "default":
-            config["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
-        file.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    for file, change in ((path / "config.json", _add_old_rope), (path / "tokenizer_config.json", _with_old_names)):
+        if file.exists():  # a folder of adapters has no config.json
+            known = json.loads(file.read_text(encoding="utf-8"))
+            change(known)
+            file.write_text(json.dumps(known, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+    if getattr(model.config, "vision_config", None) is not None:
+        _copy_processor(model.name_or_path, path)
     if card is not None:
         (path / "README.md").write_text(card, encoding="utf-8")
+
+
+def _add_old_rope(config):
+    """Add rope_theta and rope_scaling: without them, transformers 4 uses 10,000 and None (vLLM pull request 42624)."""
+    for inner in config.values():
+        if isinstance(inner, dict) and "rope_parameters" in inner:
+            _add_old_rope(inner)
+    rope = config.get("rope_parameters") or {}
+    rope, local = rope.get("full_attention", rope), rope.get("sliding_attention")
+    if "rope_theta" not in rope:
+        return
+    config["rope_theta"] = rope["rope_theta"]
+    if local and "gemma3" in config.get("model_type", ""):
+        config["rope_local_base_freq"] = local["rope_theta"]
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    if config.get("model_type") == "phi3":  # it refuses other names
+        scaling = {"type": "longrope"} | {name: scaling.get(name) for name in ("short_factor", "long_factor")}
+    if rope.get("rope_type", "default") != "default":
+        config["rope_scaling"] = scaling
+
+
+def _with_old_names(tokenizer):
+    """Change the names that transformers 4 does not read; transformers 5 reads both."""
+    if tokenizer.get("tokenizer_class") == "TokenizersBackend":
+        tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(tokenizer.get("extra_special_tokens"), list):
+        tokenizer["additional_special_tokens"] = tokenizer.pop("extra_special_tokens")
+
+
+def _copy_processor(source, path):
+    """Copy the files of the images' processor, without which vLLM does not start a model with a vision tower."""
+    from transformers.utils import cached_file
+
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        found = cached_file(
+            source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
+        if found is not None:
+            shutil.copy(found, path / name)
 
 
 def checkpoints(run_dir: str | Path) -> dict[int, Path]:
@@ -85,7 +122,7 @@ def write_checkpoint(folder: RunFolder, step: int, write: Callable[[Path], None]
     lead = ranks.lead
     temporary = together(ranks, lambda: _make(folder, name) if lead else None, f"the folder of {name}")[0]
     try:
-        together(ranks, lambda: _see(temporary), f"the folder of {name}")
+        together(ranks, lambda: see(temporary), f"the folder of {name}")
         write(temporary)
         entries = together(ranks, lambda: _sealed(temporary, ranks.rank), f"the digests of {name}")
         return together(ranks, lambda: _finish(folder, name, entries) if lead else None, f"the manifest of {name}")[0]
@@ -105,14 +142,6 @@ def _make(folder, name):
     temporary = folder.claim(f".tmp-{name}")
     temporary.mkdir()
     return temporary
-
-
-def _see(temporary):
-    if not temporary.is_dir():
-        raise ValueError(
-            f"{socket.gethostname()} does not see {temporary}, which rank 0 has made: output_dir must lie in a file "
-            "system that all machines of the run share"
-        )
 
 
 def _sealed(temporary, rank):

@@ -10,10 +10,11 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock, SoftFileLock, Timeout
 
 RUNS = Path("runs")
 LOCK = ".lock"
@@ -25,6 +26,7 @@ NAMES = re.compile(
     r"|sweep\.(csv|png)|\S+=\S+\.log|(stale-|\.tmp-)?checkpoint-\d+\+*"
 )
 SWEEP_TABLE = "sweep.csv"  # noted in the folder of a sweep
+SEEN_AFTER = 10  # seconds that ranks wait for a folder
 _GONE = "deleted "  # prefix of the line of a deleted name
 
 
@@ -125,7 +127,8 @@ def lock(path: Path) -> FileLock:
             raise ValueError(
                 f"output_dir {path} is in use by another run ({owner}); wait until it ends, or choose another folder"
             ) from None
-    file.write_text(me)
+    if not isinstance(held, SoftFileLock):  # without flock, filelock writes the holder, and checks that it lives
+        file.write_text(me)
     return held
 
 
@@ -137,7 +140,21 @@ def _owner(file):
         return ""
     if re.fullmatch(r"(process \d+ on .*)?", owner):
         return owner
+    if holder := re.fullmatch(r"(\d+)\n(.+)\n(\d+\n)?", owner):  # of filelock, on a file system without flock
+        return f"process {holder[1]} on {holder[2]}"
     raise ValueError(f"{file} is not the lock of a run; move it away, or choose another output_dir")
+
+
+def see(path: Path) -> None:
+    """Raise ValueError unless this machine sees a folder of rank 0. A network file system may take seconds."""
+    for _ in range(SEEN_AFTER):
+        if path.is_dir():
+            return
+        time.sleep(1)
+    raise ValueError(
+        f"{socket.gethostname()} does not see {path}, which rank 0 has made: output_dir must lie in a file system that "
+        "all machines of the run share"
+    )
 
 
 def made_in(path: Path) -> set[str]:

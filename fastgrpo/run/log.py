@@ -16,9 +16,9 @@ from typing import Any, Self
 
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data.prompts import transcript
-from fastgrpo.ranks import ALONE, Ranks
-from fastgrpo.run.folder import RunFolder, contents, made_in, remove
-from fastgrpo.run.metrics import SAMPLE_COLUMNS, entry, finite, read_history, reduced
+from fastgrpo.ranks import ALONE, Ranks, together
+from fastgrpo.run.folder import RunFolder, contents, made_in, remove, see
+from fastgrpo.run.metrics import SAMPLE_COLUMNS, entry, finite, read_lines, reduced
 from fastgrpo.run.resume import open_run
 from fastgrpo.run.terminal import Terminal
 from fastgrpo.run.trackers import TRACKERS, named
@@ -108,7 +108,7 @@ class RunLog:
     def _note(self, step, values):
         """Add a line to the history, and return its entry."""
         made = entry(step, values)
-        measured = {name: value for name, value in made.items() if value is not None and name != "step"} | values
+        measured = {name: value for name, value in (made | values).items() if value is not None and name != "step"}
         self.latest |= {name: (step, value) for name, value in measured.items()}
         self.history.append(made)
         return made
@@ -170,7 +170,9 @@ class RunLog:
     def _go_back(self, state):
         """Restore the metrics of a checkpoint."""
         self._pending = state["pending"]
-        self.history[:] = read_history(self.dir / "metrics.jsonl", state["metrics_bytes"])
+        self.history.clear()
+        for step, values in read_lines(self.dir / "metrics.jsonl", state["metrics_bytes"]):
+            self._note(step, values)
 
 
 def _line(row):
@@ -279,4 +281,10 @@ def open_log(config: TrainingConfig, inputs: Mapping[str, Path] | None = None, r
     """Claim the folder of a run on rank 0, and open the logs of all ranks."""
     log = RunLog(config, inputs) if ranks.lead else None
     where = ranks.from_lead(None if log is None else (log.dir, log.checkpoint), "the folder of the run")
-    return FollowedLog(config, *where) if log is None else log
+    log = FollowedLog(config, *where) if log is None else log
+    try:
+        together(ranks, lambda: see(log.dir), "the folder of the run")
+    except BaseException:
+        log.discard() if log.checkpoint is None else log.close()
+        raise
+    return log

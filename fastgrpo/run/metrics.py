@@ -242,21 +242,21 @@ def finite(value: Any) -> Any:
     return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def read_history(path: Path, size: int) -> list[dict[str, Any]]:
-    """Read the entries in the first `size` bytes of metrics.jsonl."""
+def read_lines(path: Path, size: int) -> list[tuple[int, dict[str, Any]]]:
+    """Read the step and the values of each line in the first `size` bytes of metrics.jsonl."""
     try:
         with open(path, "rb") as file:
             lines = file.read(size).decode(errors="replace").splitlines()
     except OSError:
         return []
-    entries = []
+    found = []
     for line in lines:
         try:
             values = json.loads(line)
-            entries.append(entry(values.pop("step"), values))
-        except (ValueError, KeyError, AttributeError, RecursionError):
+            found.append((values.pop("step"), values))
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             continue
-    return entries
+    return found
 
 
 def mean_loss(history: Iterable[Mapping[str, Any]]) -> float:

@@ -64,6 +64,14 @@ def _find(folder, config, say):
                 f"{path} holds {stale[-1]}, but no checkpoint; rename it to checkpoint-STEP to resume from it, or "
                 "choose another output_dir"
             )
+        gone = [
+            name for name in made_in(path) if name.startswith("checkpoint-") and not (path / f".tmp-{name}").exists()
+        ]
+        if gone:
+            raise ValueError(
+                f"{path} held {max(gone, key=step_of)}, which is not there now; put it back, or start anew with "
+                "--overwrite_output_dir True"
+            )
         if contents(path) and not folder.made():
             raise ValueError(f"output_dir {path} has no checkpoint, and no run made its files; choose another folder")
         folder.refuse_foreign()

@@ -40,6 +40,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
@@ -51,6 +52,7 @@ from transformers.utils import logging as transformers_logging
 from fastgrpo.data.records import Stateful
 from fastgrpo.policy.load import read_weights
 from fastgrpo.policy.model import Policy
+from fastgrpo.policy.shard import local
 from fastgrpo.ranks import ALONE, Ranks, together
 from fastgrpo.run.checkpoint import SHARDS, STATE, read_state, save_model
 
@@ -158,6 +160,13 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def _pinned_bytes(tree):
+    """Return the host memory of pinned copies. torch rounds each one up to a power of two."""
+    sizes = []
+    _map(lambda tensor: sizes.append(local(tensor).nbytes * on_gpu(tensor)), tree)
+    return sum(1 << (size - 1).bit_length() for size in sizes if size)
+
+
 class HostCopies:
     """Copies one set of tensors at a time, and orders the copies before the next update.
 
@@ -181,6 +190,8 @@ class HostCopies:
         unless it has been released.
         """
         copies, started, could_pin = {}, set(), self._obstacle is None
+        if could_pin and not self._free and _pinned_bytes(tree) > psutil.virtual_memory().available / 2:
+            self._obstacle = "pinned copies would take more than half of the free memory"
         self._used, self._pageable = [], 0  # memory of an unreleased set is still read
 
         def copied(tensor):

@@ -68,29 +68,32 @@ class WandB:
         import wandb
 
         self.wandb = wandb
-        folder.claim("wandb")  # W&B makes this folder in the run folder
-        known = _known(folder, "wandb", {"id": secrets.token_hex(4)})
+        self.given = wandb.run  # of the script, which also ends it, as with transformers' trainers
         try:
-            self.run = self.wandb.init(
-                project=os.environ.get("WANDB_PROJECT", config.project),
-                name=config.run_name or folder.path.name,
-                dir=folder.path,
-                id=known["id"],
-                resume="allow",
-                config=dataclasses.asdict(config),
-                allow_val_change=True,
-                settings=self.wandb.Settings(silent=config.quiet),
-            )
+            self.run = self.given or self._begin(config, folder)
         except pydantic.ValidationError as error:  # of an environment variable
             wrong = error.errors()[0]
             name = f"WANDB_{wrong['loc'][0]}".upper()
             raise ValueError(f"report_to wandb: the environment variable {name}: {wrong['msg']}") from None
         except self.wandb.errors.Error as error:
             raise ValueError(f"report_to wandb: {error}; log in by `wandb login`, or set WANDB_MODE=offline") from error
+        self.run.config.update(dataclasses.asdict(config), allow_val_change=True)
         # W&B refuses decreasing steps, so the step is a metric, as in transformers.
         self.run.define_metric(STEP)
         self.run.define_metric("*", step_metric=STEP, step_sync=True)
         self.table = None
+
+    def _begin(self, config, folder):
+        folder.claim("wandb")  # W&B makes this folder in the run folder
+        known = _known(folder, "wandb", {"id": secrets.token_hex(4)})
+        return self.wandb.init(
+            project=os.environ.get("WANDB_PROJECT", config.project),
+            name=config.run_name or folder.path.name,
+            dir=folder.path,
+            id=known["id"],
+            resume="allow",
+            settings=self.wandb.Settings(silent=config.quiet),
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log({**values, STEP: step})
@@ -104,7 +107,8 @@ class WandB:
         self.run.log({"completions": self.table, STEP: step})
 
     def close(self) -> None:
-        self.run.finish()
+        if self.given is None:
+            self.run.finish()
 
 
 class Trackio:
@@ -155,13 +159,16 @@ TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
 def _known(folder, name, new):
     """Return the tracker's id of the run from trackers.json, or store and return `new`.
 
-    The folder of a new run is empty, so an existing file belongs to this run.
+    The folder of a new run is empty, so an existing file belongs to this run, or to the run of which it is a copy.
     """
-    path = folder.path / KNOWN
+    path, here = folder.path / KNOWN, str(folder.path)
     try:
         known = json.loads(path.read_text()) if path.exists() else {}
-        if name not in known:
-            known[name] = new
+        home = known.get("folder", here)
+        if home != here and (Path(home) / KNOWN).exists():  # a copy: its original goes on with these ids
+            known = {}
+        if name not in known or home != here:
+            known = {name: new, **known, "folder": here}
             folder.claim(KNOWN).write_text(json.dumps(known, indent=2) + "\n")
         return {key: str(known[name][key]) for key in new}
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:

@@ -203,14 +203,6 @@ def test_a_model_written_from_a_copy_loads_as_it_was(tmp_path, tied, dtype):
         assert torch.equal(parameter, before[name]) and parameter.dtype == dtype, name
 
 
-def test_a_saved_config_has_the_rotary_parameters_where_transformers_4_reads_them(tmp_path):
-    rope = {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0}
-    save_model(tmp_path, tiny.model(rope_parameters=rope), tiny.tokenizer())
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["rope_theta"] == 5e5 and config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.rope_parameters == rope
-
-
 def test_the_generators_go_on_where_they_stood(tmp_path):
     def draws():
         return random.random(), numpy.random.rand(), torch.rand(1).item()

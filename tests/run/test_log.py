@@ -14,7 +14,7 @@ from fastgrpo.ranks import Ranks
 from fastgrpo.run import log as module
 from fastgrpo.run import metrics
 from fastgrpo.run.log import FollowedLog, RunLog, columns_of, forget_after, open_log, write_parquet
-from fastgrpo.run.metrics import METRICS, entry, read_history
+from fastgrpo.run.metrics import METRICS, entry, read_lines
 
 
 def make_log(tmp_path, **settings):
@@ -137,15 +137,19 @@ def test_the_history_up_to_a_checkpoint_is_read_back(tmp_path):
     path = tmp_path / "metrics.jsonl"
     known = '{"step": 1, "loss": 2.0}\nspoilt\n{"step": 3, "eval/reward": null}\n'
     path.write_text(known + '{"step": 4, "loss": 9.0}\n')
-    assert read_history(path, len(known)) == [{"loss": 2.0, "step": 1}, {"eval_reward": None, "step": 3}]
-    assert read_history(tmp_path / "nothing", 10) == []
+    assert read_lines(path, len(known)) == [(1, {"loss": 2.0}), (3, {"eval/reward": None})]
+    assert read_lines(tmp_path / "nothing", 10) == []
+    log = FollowedLog(GRPOConfig(), tmp_path, None)
+    log.load_state_dict({"pending": [], "metrics_bytes": len(known)})
+    assert log.history == [{"loss": 2.0, "step": 1}, {"eval_reward": None, "step": 3}]
+    assert log.latest == {"loss": (1, 2.0)}
 
 
 # Ranks other than 0 write and print nothing.
 def test_the_other_ranks_get_the_folder_that_rank_0_claimed(tmp_path):
     config = GRPOConfig(output_dir=str(tmp_path / "run"))
     other = Ranks(1, 2)
-    other.from_lead = lambda value, what: (tmp_path / "run", None)
+    other.from_lead, other.gather = lambda value, what: (tmp_path / "run", None), lambda value, what: [value]
     logs = [open_log(config), open_log(config, ranks=other)]
     assert [type(log) for log in logs] == [RunLog, FollowedLog] and logs[1].dir == logs[0].dir
     for log in logs:  # all refuse to go on once the run has ended

@@ -55,6 +55,8 @@ SYNCED = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 7}
     ({"rollout_backend": "fast"}, {"rollout_backend": "eager"}, "inexact"),
     ({"rollout_backend": "auto"}, {"rollout_backend": "hf"}, "same"),
     ({"parallel": "fsdp2"}, {"parallel": "fsdp2_offload"}, "inexact"),
+    ({"model_name_or_path": "models/small"}, {"model_name_or_path": "/big/models/small"}, "free"),
+    ({"model_name_or_path": "models/small"}, {"model_name_or_path": "models/large"}, "same"),
 ])  # fmt: skip
 def test_some_changes_depend_on_the_values(tmp_path, before, now, rule):
     if "ref_storage" in before:

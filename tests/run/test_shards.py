@@ -27,6 +27,7 @@ from transformers import set_seed
 
 from fastgrpo.ranks import RankLost, Ranks, apart, join, together
 from fastgrpo.run import checkpoint, snapshot
+from fastgrpo.run import folder as run_folder
 from fastgrpo.run.checkpoint import MANIFEST, Checkpointer, checkpoints, verify, write_checkpoint
 from fastgrpo.run.log import open_log
 from fastgrpo.run.snapshot import read_tensors, restore, tensors_in, write_tensors
@@ -143,15 +144,15 @@ def fail(folder, ranks, mesh):
         save = functools.partial(checkpointer.save, take=lambda: snapshot_of(parts, dtype, checkpointer.ranks))
         save(1)
         checkpointer.wait()
-        seen = checkpoint._see
+        seen, run_folder.SEEN_AFTER = checkpoint.see, 1
         if ranks.rank == 2:  # as if it were on a machine with a disk of its own
-            checkpoint._see = lambda path: seen(path / "elsewhere")
+            checkpoint.see = lambda path: seen(path / "elsewhere")
         save(2)
         try:
             checkpointer.wait()
         except ValueError as error:
             tell(unseen=str(error))
-        checkpoint._see = seen
+        checkpoint.see = seen
         snapshot.write_tensors = limited if ranks.rank == 1 else write_tensors
         save(3)
         while True:  # the steps go on until the ranks have agreed that it failed

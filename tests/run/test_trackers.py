@@ -1,7 +1,9 @@
 """The data of trackers, read back from trackio's database and W&B's offline file."""
 
+import contextlib
 import json
 import os
+import shutil
 import sqlite3
 import struct
 import subprocess
@@ -12,7 +14,8 @@ import pytest
 from paths import ROOT
 from wandb.proto.wandb_internal_pb2 import Record
 
-from fastgrpo.run.trackers import KNOWN, named
+from fastgrpo.run.folder import RunFolder
+from fastgrpo.run.trackers import KNOWN, _known, named
 
 # A run of two logged steps, another one of the same name, and the first one once more from its checkpoint of step 2.
 # Each reports to both trackers.
@@ -36,6 +39,13 @@ for name, checkpoint, steps in (("run", None, (2, 4)), ("other", None, (1,)), ("
             tracker.completions(step, {"step": [step] * 2, "prompt": ["1+1=", "2+2="], "right": [1.0, None]})
         tracker.close()
     folder.close()
+
+import wandb
+mine = wandb.init(dir="mine")
+folder = RunFolder(Path("mine"))
+TRACKERS["wandb"](config, folder, None).close()
+assert wandb.run is mine and not (folder.path / "trackers.json").exists()
+mine.finish()
 """
 
 
@@ -111,6 +121,19 @@ def test_both_keep_the_table_of_every_step(told):
     tables = [json.loads(path.read_text()) for path in sorted(told.run.rglob("*.table.json"))]
     steps = sorted(row[0] for table in tables for row in table["data"])
     assert set(steps) == {2, 4, 6} and all(table["columns"] == ["step", "prompt", "right"] for table in tables)
+
+
+def test_a_copy_of_a_run_is_tracked_apart_and_a_moved_run_is_not(tmp_path):
+    (tmp_path / "a").mkdir()
+    with contextlib.closing(RunFolder(tmp_path / "a")) as folder:
+        first = _known(folder, "wandb", {"id": "1"})
+        assert _known(folder, "wandb", {"id": "2"}) == first
+    (tmp_path / "a").rename(tmp_path / "b")
+    for name, new in (("b", "1"), ("c", "4"), ("c", "4")):
+        if not (tmp_path / name).exists():
+            shutil.copytree(tmp_path / "b", tmp_path / name)
+        with contextlib.closing(RunFolder(tmp_path / name)) as folder:
+            assert _known(folder, "wandb", {"id": "4"}) == {"id": new}
 
 
 def test_tracker_names_equal_trls():

@@ -6,11 +6,16 @@ import pytest
 import runs
 import tiny
 import torch
+import transformers
 from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from updates import rising
+
+from fastgrpo.policy.load import prepare
+from fastgrpo.policy.model import Policy
+from fastgrpo.run.checkpoint import save_model
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +59,36 @@ def test_a_folder_is_a_model_of_its_architecture(folder):
     assert (folder / "chat_template.jinja").read_text() == tokenizer.chat_template == tiny.CHAT_TEMPLATE
     assert ModelCard.load(folder / "README.md").data.library_name == "transformers"
     assert GenerationConfig.from_pretrained(folder).eos_token_id == tokenizer.eos_token_id == 1
+
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+LINEAR, LONG = {"rope_type": "linear", "factor": 8.0}, {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+LOCAL = {"rope_type": "default", "rope_theta": 1e4}
+ROPES = {  # by model: the frequencies of transformers 5, and what transformers 4 reads
+    "Olmo3": ({"full_attention": {**YARN, "rope_theta": 5e5}, "sliding_attention": LOCAL},
+              {"rope_theta": 5e5, "rope_scaling": YARN}),
+    "Gemma3Text": ({"full_attention": {**LINEAR, "rope_theta": 1e6}, "sliding_attention": LOCAL},
+                   {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": LINEAR}),
+    "Phi3": ({**LONG, "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64},
+             {"rope_theta": 1e4, "rope_scaling": {"type": "longrope", **LONG}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_configs_and_tokenizers_are_also_those_of_transformers_4(name, tmp_path):
+    given, expected = ROPES[name]
+    how = {**tiny.SHAPE, "rope_parameters": given, "original_max_position_embeddings": 64}
+    config = getattr(transformers, f"{name}Config")(**how)
+    model, tokenizer = AutoModelForCausalLM.from_config(config), tiny.tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<a>"]})
+    save_model(tmp_path, model, tokenizer)
+    found, again = read(tmp_path / "config.json"), transformers.AutoConfig.from_pretrained(tmp_path)
+    assert expected.items() <= found.items() and again.rope_parameters | config.rope_parameters == again.rope_parameters
+    found, again = read(tmp_path / "tokenizer_config.json"), AutoTokenizer.from_pretrained(tmp_path)
+    assert found["tokenizer_class"] == "PreTrainedTokenizerFast" and found["additional_special_tokens"] == ["<a>"]
+    assert again.convert_tokens_to_ids("<a>") in again.all_special_ids
+    if name == "Phi3":
+        assert Policy(prepare(model, own_attention=True).module).context == 64  # beyond it, frequencies change
 
 
 def logits(model):

@@ -162,6 +162,9 @@ def test_auto_starts_a_run_without_a_checkpoint(tmp_path, capsys):
         started.close()
         assert "no checkpoint in" in capsys.readouterr().out
         assert len(lines(tmp_path / "run")) == 1
+    (tmp_path / "run" / ".made-by-runs").open("a").write("checkpoint-40\n")
+    with pytest.raises(ValueError, match="held checkpoint-40, which is not there now"):
+        log_of(tmp_path / "run")
     (tmp_path / "run" / "summary.json").write_text("{}")
     with pytest.raises(ValueError, match="finished run without its checkpoints"):
         log_of(tmp_path / "run")

