@@ -31,9 +31,10 @@ def choose_device(name: str = "auto", setting: str = "device") -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype that a setting names; auto is bf16 on GPUs (the optimizer has fp32 masters) and fp32 on CPUs."""
+    """Return the dtype that a setting names; auto is bf16 on GPUs that have it (the optimizer has fp32 masters)."""
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        emulated = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if device.type == "cuda" and not emulated else torch.float32
     return getattr(torch, name)
 
 
@@ -48,6 +49,8 @@ def check_folder(path: str) -> None:
     is_path = path.startswith((".", "/", "~")) or path.count("/") > 1
     if not path or (is_path and not os.path.isdir(path) and not path.lower().endswith(GGUF)):
         raise ValueError(f"no such model folder: {path or '(an empty name)'}")
+    if os.path.isfile(os.path.join(path, "metrics.jsonl")):
+        raise ValueError(f"{path} is the folder of a run; name a model in it, such as checkpoint-STEP, final or merged")
 
 
 def check_packages(config: Any) -> None:

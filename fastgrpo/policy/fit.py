@@ -1,6 +1,7 @@
 """Checks that prompts fit the policy. All rows are checked before the first step, not in the middle of a run."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 from tqdm import tqdm
@@ -10,6 +11,7 @@ from fastgrpo.data.prompts import shortened, to_examples
 from fastgrpo.data.records import Prompt, Sample
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.policy.model import Policy
+from fastgrpo.ranks import ALONE, Ranks
 
 BAR = {"delay": 2, "leave": False, "dynamic_ncols": True}  # settings of the progress bar
 
@@ -41,14 +43,17 @@ def prompts_of(
     max_tokens: int,
 ) -> Iterator[Prompt]:
     """Tokenize every row with a `fastgrpo.tools.prompts.Prompts`, and check its prompt."""
+    return as_rows(rows, "data").each(_fitting(source, policy, max_tokens))
 
+
+def _fitting(source, policy, max_tokens):
     def fitting(row):
         prompt = source(row)
         check_prompts([prompt], policy, max_tokens)
         _refuse_unknown(prompt.prompt, prompt.ids, source.tokenizer)
         return prompt
 
-    return as_rows(rows, "data").each(fitting)
+    return fitting
 
 
 def check_rows(
@@ -57,9 +62,11 @@ def check_rows(
     policy: Policy,
     max_tokens: int,
     shown: bool = True,
+    ranks: Ranks = ALONE,
 ) -> None:
-    """Check every row. `source` is a `fastgrpo.tools.prompts.Prompts`."""
-    prompts = prompts_of(rows, source, policy, max_tokens)
+    """Check every row, each rank its share of them. `source` is a `fastgrpo.tools.prompts.Prompts`."""
+    fitting, turns = _fitting(source, policy, max_tokens), cycle(range(ranks.size))
+    prompts = as_rows(rows, "data").each(lambda row: fitting(row) if next(turns) == ranks.rank else None)
     for _ in tqdm(prompts, desc="check prompts", total=len(rows), disable=not shown, **BAR):
         pass
 

@@ -9,12 +9,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.policy.device import GGUF
 
 NEEDED = ("gguf", "accelerate")  # packages of the extra `gguf`, which transformers needs
 PLAIN = ("config.json", "adapter_config.json")  # a folder with one of them is an ordinary transformers folder
+ENDS = ("<end_of_turn>", "<|end|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>")  # tokens that end a turn
+TOKENS, EOS = "tokenizer.ggml.tokens", "tokenizer.ggml.eos_token_id"
+WANTED = (TOKENS, EOS, "general.architecture")
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -54,6 +57,26 @@ def unpacked(gguf: dict[str, str]) -> dict[str, Any]:
     from transformers import GgufConfig  # missing in older releases, which can load all other models
 
     return {**gguf, "quantization_config": GgufConfig(dequantize=True)}
+
+
+def complete(model: PreTrainedModel, path: str | Path) -> None:
+    """Add the tokens that end a turn to the generation config, which transformers 5.17 does not read from GGUF files.
+
+    It also drops scaled rotary frequencies, except for gpt-oss: a file with them raises ValueError.
+    """
+    from gguf import GGUFReader
+
+    reader = GGUFReader(find_gguf(path))
+    fields = {name: field.contents() for name, field in reader.fields.items() if name in WANTED or "rope" in name}
+    arch = fields["general.architecture"]
+    scaled = any(tensor.name.startswith(("rope_freqs", "rope_factors")) for tensor in reader.tensors)
+    if arch != "gpt-oss" and (scaled or fields.get(f"{arch}.rope.scaling.type", "none") != "none"):
+        raise ValueError(
+            f"{path} has scaled rotary frequencies, which transformers would drop; use the model's folder with "
+            ".safetensors files"
+        )
+    ends = {i for i, token in enumerate(fields.get(TOKENS, ())) if token in ENDS} | {fields.get(EOS)}
+    model.generation_config.eos_token_id = sorted(ends - {None})
 
 
 def set_special_tokens(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -30,7 +30,7 @@ from fastgrpo.config.command import explain
 from fastgrpo.policy.attention import Unfit, attention_of
 from fastgrpo.policy.device import cast, check_folder, choose_device, choose_dtype
 from fastgrpo.policy.dry_run import dry_run
-from fastgrpo.policy.gguf import find_gguf, set_special_tokens, source_of, unpacked
+from fastgrpo.policy.gguf import complete, find_gguf, set_special_tokens, source_of, unpacked
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.lora import has_adapters, read_adapters, refuse_wrappers
 from fastgrpo.policy.model import Policy, narrow_window
@@ -211,6 +211,8 @@ def load_model(
             **unpacked(gguf),
         )
     _check_weights(path, model, report)
+    if gguf:
+        complete(model, path)
     model.name_or_path = model.config.name_or_path = str(path)  # transformers sets the folder of a GGUF file
     return _placed(model, device, load_in_4bit)
 

@@ -45,8 +45,8 @@ def wrap_lora(
     refuse_adapters(model)
     names = list(target_modules) or None
     if "all-linear" in target_modules:
-        head = model.get_output_embeddings()
-        names = [name for name, module in model.named_modules() if _is_linear(module) and module is not head]
+        own = {*model.get_decoder().modules()} - {model.get_output_embeddings()}  # without a vision tower
+        names = [name for name, module in model.named_modules() if _is_linear(module) and module in own]
     config = LoraConfig(r=r, lora_alpha=alpha, lora_dropout=0.0, target_modules=names, task_type="CAUSAL_LM")
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)

@@ -13,13 +13,31 @@ from fastgrpo.data.records import Sample, prompt_groups
 from fastgrpo.ranks import ALONE, Ranks
 
 
-def micro_batches(samples: Sequence[Sample], max_tokens: int, share_prompt: bool = True) -> list[list[int]]:
+def by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Put sequences of similar lengths into batches, whose padded tokens are at most `budget`."""
+    batches, longest = [], 0
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batches and (len(batches[-1]) + 1) * longest <= budget:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+            longest = lengths[i]
+    return batches
+
+
+def micro_batches(
+    samples: Sequence[Sample], max_tokens: int, share_prompt: bool = True, padded: bool = False
+) -> list[list[int]]:
     """Split samples into micro-batches of at most `max_tokens` inputs, and return the sample indices of each.
+
+    `padded` counts padding, too, for models that are not packed; prompts are then not shared.
 
     Samples that share a prompt count it once and stay in one micro-batch. Such a group is split if it exceeds
     `max_tokens`. It is also split if it fits into no micro-batch, and there is already one more than all tokens need.
     If all samples fit, they are one micro-batch in their order.
     """
+    if padded:
+        return sorted(map(sorted, by_length([len(sample) - 1 for sample in samples], max_tokens)))
     groups, start = [], 0
     for group in prompt_groups(samples, share_prompt):
         groups.append((start, len(group[0].prompt_ids), [len(sample.ids) - 1 for sample in group]))
@@ -73,12 +91,16 @@ class _Bins:
 
 @dataclass(frozen=True)
 class Dealer:
-    """Distributes samples over ranks. `lockstep`: all ranks must run equally many passes, see `Policy.lockstep`."""
+    """Distributes samples over ranks. `lockstep`: all ranks must run equally many passes, see `Policy.lockstep`.
+
+    `padded` is that of `micro_batches`.
+    """
 
     max_tokens: int
     share_prompt: bool = True
     ranks: Ranks = ALONE
     lockstep: bool = False
+    padded: bool = False
 
     def shares(self, samples: Sequence[Sample]) -> list[list[int]]:
         """Distribute samples over the ranks, balanced by tokens. Return the sample indices of each rank.
@@ -120,4 +142,4 @@ class Dealer:
         return max(len(self._split(samples, share)) for share in shares) if self.lockstep else None
 
     def _split(self, samples, share):
-        return micro_batches([samples[i] for i in share], self.max_tokens, self.share_prompt)
+        return micro_batches([samples[i] for i in share], self.max_tokens, self.share_prompt, self.padded)

@@ -49,6 +49,11 @@ def padded_outputs(model: PreTrainedModel, batch: Batch, **more: Any) -> tuple[A
     return out, to_device(place, ids.device)
 
 
+def decoder_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    """Return the layers of a model, without those of a vision tower."""
+    return [module for module in model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 Result = TypeVar("Result")
 
 
@@ -270,7 +275,11 @@ class Policy:
     @cached_property
     def context(self) -> int | None:
         """Maximum tokens of a prompt with its completion; None if the model's config sets no limit."""
-        return getattr(self.shape, "max_position_embeddings", None)
+        limit = getattr(self.shape, "max_position_embeddings", None)
+        rope = getattr(self.shape, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":  # longer sequences have other frequencies, which depend on the batch
+            return min(limit, rope["original_max_position_embeddings"])
+        return limit
 
     @cached_property
     def window(self) -> int | None:
@@ -319,8 +328,7 @@ class Policy:
         """
         layers, offloads = [], self.offloads and torch.is_grad_enabled()
         if torch.is_grad_enabled():
-            modules = self.module.base_model.modules()
-            layers = [layer for layer in modules if isinstance(layer, GradientCheckpointingLayer)]
+            layers = decoder_layers(self.module)
         for layer in layers:
             layer.training = True
         try:

@@ -81,9 +81,10 @@ def quantize(model: PreTrainedModel, name: str, device: torch.device | str) -> P
         return model.to(device)
     if device.type != "meta":
         import bitsandbytes  # noqa: F401 - it registers its operators
-    # Subclasses, such as routers, may compute something else.
-    named = [(path, it) for path, it in model.named_modules() if type(it) is torch.nn.Linear]
-    linear = [(path, it) for path, it in named if it is not lm_head and ADAPTER not in path]
+    # Subclasses, such as routers, may compute something else. A vision tower stays as it is: it never runs.
+    own = {*model.get_decoder().modules()} - {lm_head}
+    named = [(path, it) for path, it in model.named_modules() if type(it) is torch.nn.Linear and it in own]
+    linear = [(path, it) for path, it in named if ADAPTER not in path]
     if not linear:
         raise ValueError(f"{type(model).__name__} has no torch.nn.Linear to store in nf4; leave out load_in_4bit")
     for path, module in linear:

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastgrpo.data.records import Batch, Sample
 from fastgrpo.policy.lora import adapters_off, has_adapters
 from fastgrpo.policy.micro_batches import micro_batches
-from fastgrpo.policy.model import HeadWeights, Policy
+from fastgrpo.policy.model import HeadWeights, Policy, decoder_layers
 from fastgrpo.policy.quantized import quantize
 from fastgrpo.policy.shard import local
 from fastgrpo.ranks import ALONE, Ranks
@@ -44,7 +43,10 @@ def score(
     `passes` is the number of passes of each rank in lockstep (`Policy.lockstep`), or None if all ranks have equally
     many micro-batches. Returns values [..., T] for each sample, by default fp32 log-probs in nats.
     """
-    values, parts = [None] * len(samples), micro_batches(samples, scoring.max_tokens, scoring.share_prompt)
+    values = [None] * len(samples)
+    parts = micro_batches(
+        samples, scoring.max_tokens, scoring.share_prompt and not policy.own_attention, policy.own_attention
+    )
     for indices in parts:
         part = [samples[i] for i in indices]
         batch = Batch.pack(part, policy.device, scoring.share_prompt)
@@ -269,7 +271,7 @@ class LayerStream:
     def __init__(self, model: PreTrainedModel, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self.on_gpu = self.device.type == "cuda"
-        modules = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        modules = decoder_layers(model)
         inside = {id(parameter) for module in modules for parameter in module.parameters()}
         self.rest = HostWeights([p for p in model.parameters() if id(p) not in inside], self.on_gpu)
         self.layers = [HostWeights(list(module.parameters()), self.on_gpu) for module in modules]

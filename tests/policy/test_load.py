@@ -31,12 +31,6 @@ def test_a_completion_ends_at_the_tokenizers_token_and_at_the_configs(named, ids
             stop_token_ids(policy, tokenizer)
 
 
-def test_a_folder_gives_the_policy_and_its_tokenizer(saved):
-    policy, tokenizer = load_policy(saved, dtype="bfloat16", device="cpu", gradient_checkpointing=True)
-    assert policy.dtype == torch.bfloat16 and policy.module.is_gradient_checkpointing
-    assert tokenizer.decode(tokenizer("ab 1")["input_ids"]) == "ab 1"
-
-
 def test_every_loader_applies_use_liger_kernel(saved, monkeypatch):
     asked, config = [], GRPOConfig(device="cpu", use_liger_kernel=False)
     monkeypatch.setattr("fastgrpo.policy.load.apply_liger", lambda model, wanted: asked.append(wanted))
@@ -119,6 +113,12 @@ def test_auto_is_the_gpu_where_there_is_one(monkeypatch, count, name, device):
         assert choose_device(name) == torch.device(device)
 
 
+def test_the_folder_of_a_run_is_no_model(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match="is the folder of a run; name a model in it"):
+        load.load_tokenizer(tmp_path)
+
+
 def test_auto_is_bf16_on_a_gpu_and_fp32_on_a_cpu_and_the_rotary_frequencies_stay_exact():
     assert choose_dtype("auto", torch.device("cuda")) == choose_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
     assert choose_dtype("auto", torch.device("cpu")) == torch.float32
@@ -174,6 +174,11 @@ def test_weights_config_and_tokenizer_are_those_of_the_model(written, tmp_path):
     assert read(text).input_ids == tokenizer(text).input_ids and read.decode(read(text).input_ids) == text
     assert (read.eos_token, read.pad_token, read.bos_token) == ("<eos>", "<pad>", "<pad>")
     assert stop_token_ids(policy, read) == (tokenizer.eos_token_id,)
+    tiny_gguf.save(tmp_path / "chat.gguf", end="<|im_end|>")
+    assert load.load_model(tmp_path / "chat.gguf", device="cpu").generation_config.eos_token_id == [1, 259]
+    tiny_gguf.save(tmp_path / "scaled.gguf", scaling="linear")
+    with pytest.raises(ValueError, match="scaled rotary frequencies"):
+        load.load_model(tmp_path / "scaled.gguf", device="cpu")
     templated = [t.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) for t in (read, tokenizer)]
     assert templated[0] == templated[1]
 

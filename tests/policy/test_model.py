@@ -3,10 +3,12 @@
 import pytest
 import tiny
 import torch
+import transformers
 
 from benchmarks.architectures import tiny_model
 from fastgrpo.policy.load import prepare
-from fastgrpo.policy.model import Policy
+from fastgrpo.policy.model import Policy, decoder_layers
+from fastgrpo.policy.quantized import NF4Linear, quantize
 
 CAP = 2.0
 IDS = torch.tensor([5, 9, 20, 7, 11])
@@ -21,6 +23,18 @@ def test_logits_and_log_probs_have_the_soft_cap_of_the_model():
     torch.testing.assert_close(policy.logits(states), logits, atol=1e-5, rtol=1e-5)
     expected = logits.log_softmax(-1).gather(-1, IDS[:, None])[:, 0]
     torch.testing.assert_close(policy.logps_of(states, IDS), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_layers_are_those_of_the_text_model():
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    text = {**tiny.SHAPE, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert len(decoder_layers(model)) == config.text_config.num_hidden_layers
+    assert any(isinstance(layer, NF4Linear) for layer in quantize(model, "nf4", "meta").get_decoder().modules())
+    assert not any(isinstance(layer, NF4Linear) for layer in model.model.vision_tower.modules())
 
 
 def test_the_state_comes_back_into_the_same_storage():

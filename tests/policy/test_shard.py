@@ -140,13 +140,6 @@ def an_update_that_is_not_finite_on_one_rank(ranks):
 
 
 @check
-def adapters_are_whole_on_every_rank(ranks):
-    _, sharded = policies(ranks, lora=True)
-    kinds = {ADAPTER in name: type(parameter) for name, parameter in sharded.module.named_parameters()}
-    assert kinds == {True: torch.nn.Parameter, False: DTensor}, kinds
-
-
-@check
 def bf16_passes_have_fp32_masters(ranks):
     """Gradients of bf16 passes are added up in fp32, as the masters of the plain policy do it."""
     plain, sharded = policies(ranks, dtype=torch.bfloat16, tie_word_embeddings=True)

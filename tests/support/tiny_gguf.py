@@ -11,7 +11,7 @@ def _rotated(weight, heads):
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def save(path, chat=True):
+def save(path, chat=True, end=None, scaling=None):
     """Write the file; returns the model and the tokenizer that it should be read as."""
     model, tokenizer = tiny.model("smollm3-like", vocab_size=260, max_position_embeddings=2048), tiny.tokenizer(chat)
     config, weights = model.config, model.state_dict()
@@ -26,8 +26,10 @@ def save(path, chat=True):
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     tokens = [*sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get), *MERGED]
+    if scaling:
+        writer.add_string("llama.rope.scaling.type", scaling)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
+    writer.add_token_list([*tokens[:-1], end or tokens[-1]])
     writer.add_token_types([TokenType.CONTROL if token in ("<pad>", "<eos>") else TokenType.NORMAL for token in tokens])
     writer.add_token_merges([" ".join(pair) for pair in MERGED])
     writer.add_bos_token_id(0)
