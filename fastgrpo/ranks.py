@@ -234,6 +234,8 @@ def join(device: str = "auto", timeout: float = TIMEOUT) -> Ranks:
         return _joined
     if not (dist.is_available() and (dist.is_initialized() or launched())):
         return ALONE
+    # accelerate's FSDP configs set it: transformers would load zeros on ranks other than 0.
+    os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
     on_gpu = device.partition(":")[0] != "cpu" and torch.cuda.is_available()
     ours = not dist.is_initialized()
     rank = int(os.environ["RANK"]) if ours else dist.get_rank()

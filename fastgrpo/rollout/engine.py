@@ -270,7 +270,7 @@ class RolloutEngine(RolloutBackend):
         quick = [lane for lane in awaited if self.running[lane].patient and self.running[lane].dialogue.quick]
         pending = {awaited[lane] for lane in quick}
         while pending:
-            arrived, pending = wait(pending, PATIENCE, FIRST_COMPLETED)
+            arrived, pending = wait(pending, PATIENCE)
             if not arrived:
                 break
         for lane in quick:
@@ -610,6 +610,8 @@ class RolloutEngine(RolloutBackend):
 
     def _leave(self, lanes):
         """Free these lanes."""
+        if lanes:
+            self.lanes.stop(self._tensor([*lanes]))  # a decode step then reads only their first token
         for lane in lanes:
             self.running[lane] = None
         while self.running and not self.running[-1]:
@@ -644,8 +646,8 @@ class RolloutEngine(RolloutBackend):
         else:
             self.slots.move(*index, tokens)
         self.lanes.move(*index)
-        if self.geometry.pages:
-            self.lanes.stop(index[0])
+        filled = {target for _, target in moves}
+        self.lanes.stop(self._tensor([source for source, _ in moves if source not in filled]))
         for source, _ in moves:
             self.running[source] = None
         for (_, target), running in zip(moves, moved, strict=True):

@@ -209,6 +209,7 @@ class VLLMBackend(RolloutBackend):
         self.thread.start()
         options = {"timeout": None, "limits": httpx.Limits(max_connections=None)}
         self.servers = [Server(url, httpx.AsyncClient(base_url=url, **options), timeout) for url in base_urls]
+        self.first = 0  # index of the server that this rank chooses first
         weakref.finalize(self, _end, self.loop, [server.client for server in self.servers])
         self.reviving, self.changed = asyncio.Lock(), asyncio.Event()
         self.renewing = asyncio.Lock()  # held while a server is revived, and while new weights are written
@@ -442,8 +443,12 @@ class VLLMBackend(RolloutBackend):
         return min(free, key=lambda server: server.completions)
 
     def _free(self):
-        """Return the servers that get requests."""
-        return [server for server in self.servers if not (server.problem or server.loading)]
+        """Return the servers that get requests.
+
+        Ranks know only their own completions, so each one begins with another server.
+        """
+        servers = [*self.servers[self.first :], *self.servers[: self.first]]
+        return [server for server in servers if not (server.problem or server.loading)]
 
     @torch.no_grad()
     def sync(self, ranks: Ranks = ALONE, step: int | None = None) -> None:
@@ -455,6 +460,7 @@ class VLLMBackend(RolloutBackend):
             raise ValueError(
                 "weights go over NCCL only from a single process; start the servers without --weight-transfer-config"
             )
+        self.first = ranks.rank * len(self.servers) // ranks.size
         with self._no_revival():
             self._end_loading()
             # Requests that waited for the last weights are sent first. Otherwise, they would wait for these too.

@@ -117,6 +117,8 @@ class Collector:
         state.count(taken, sum(map(len, samples)) + lost, of=len(self.source))
         metrics = dict(counts) | {name: sum(values) / len(values) for name, values in logged.items()}
         metrics |= length_metrics(samples) | self.prompts.metrics(samples) | _means(live)
+        if "sampler/idle_s" in metrics:  # seconds since the last batch
+            metrics["sampler/idle_s"] = sum(measured.get("sampler/idle_s", 0.0) for measured in live)
         metrics |= version_metrics(of_step, state.global_step, args.max_staleness)
         metrics |= reward_metrics(samples, self.rewards.total(reward_matrix(samples)), spread)
         if args.dynamic_sampling:
@@ -172,9 +174,9 @@ class Collector:
         wanted = sum(i < count for i in mine) - len(drawn.restored)
         left = [i for i in mine if i not in drawn.restored] if wanted else []
         drawn.groups = self.prompts.start({i: prompts[i] for i in left}, self.args.num_generations, step, batch)
+        self.engine.sync(self.ranks, state.global_step)  # also for a rollout_func that asks the vLLM servers
         if self.rollout_func is None:
             sampling = dataclasses.replace(self.sampling, seed=seed)
-            self.engine.sync(self.ranks, state.global_step)
             drawn.drawing = Drawing(self.engine, drawn.groups, sampling, wanted, judging.add, step % 2**14)
         return drawn
 
@@ -357,7 +359,7 @@ def reward_metrics(samples: Sequence[Sample], totals: torch.Tensor, spread: Sequ
     informative = sum(spread) / len(spread)
     values = {
         "reward": totals.nanmean().item(),
-        "reward_std": totals.view(len(spread), -1).std(1).nanmean().item(),
+        "reward_std": _deviations(totals.view(len(spread), -1)).nanmean().item(),
         "accuracy": (per_function[:, 0] >= 1).double().mean().item(),
         "frac_reward_zero_std": 1 - informative,
         "frac_informative": informative,
@@ -368,8 +370,16 @@ def reward_metrics(samples: Sequence[Sample], totals: torch.Tensor, spread: Sequ
         given = column[~column.isnan()]
         if len(given):
             values[f"rewards/{name}/mean"] = given.mean().item()
-            values[f"rewards/{name}/std"] = given.std(correction=0).item()
+            values[f"rewards/{name}/std"] = given.std(correction=min(1, len(given) - 1)).item()
     return {name: value for name, value in values.items() if not math.isnan(value)}
+
+
+def _deviations(totals):
+    """Compute the standard deviation of each group [groups, G] over its rewards; NaN if fewer than 2 are given."""
+    given = ~totals.isnan()
+    centred = torch.where(given, totals - totals.nanmean(1, keepdim=True), 0.0)
+    others = given.sum(1) - 1
+    return (centred.square().sum(1) / others).sqrt().where(others > 0, math.nan)
 
 
 def _mean_size(of_tokens):

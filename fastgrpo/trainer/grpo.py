@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 import fastgrpo.trainer.setup as setup
 from fastgrpo.config.settings import GRPOConfig, TrainingConfig
+from fastgrpo.data.prompts import with_system
 from fastgrpo.data.records import Sample, Stateful, TrainerState
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.data.sources import Source, as_source
@@ -29,7 +30,7 @@ from fastgrpo.evaluation.heldout import evaluate
 from fastgrpo.policy.fit import check_rows
 from fastgrpo.policy.load import stop_token_ids
 from fastgrpo.policy.ref_model import make_reference
-from fastgrpo.ranks import join
+from fastgrpo.ranks import join, together
 from fastgrpo.rewards import find_rewards, prm_options
 from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.rewards.overlong import shaping
@@ -57,6 +58,11 @@ from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Learner
 
 logger = logging.getLogger(__name__)
 Reward = Callable | PreTrainedModel | str
+# Methods that subclasses of TRL's trainer override, and that do not exist here.
+HOOKS = {
+    "compute_loss", "_compute_loss", "training_step", "prediction_step", "create_optimizer", "create_scheduler",
+    "get_train_dataloader", "_calculate_rewards", "_generate", "_generate_and_score_completions",
+}  # fmt: skip
 
 
 @contextmanager
@@ -152,8 +158,9 @@ class GRPOTrainer:
             raise ValueError("oversampling_factor aborts groups, and rollout_func cannot be aborted; set it to 1")
         routed = pool is not None and pool.routed  # the rows name their environments
         writes = pool is not None and pool.resets and not routed
-        if train_dataset is None and writes and args.max_steps > 0:
-            train_dataset = [{}] * args.rows_per_step  # the environment writes the prompts
+        if written := train_dataset is None and writes and args.max_steps > 0:
+            row = {} if args.system_prompt is None else with_system({}, args.system_prompt, writes)
+            train_dataset = [row] * args.rows_per_step  # the environment writes the prompts
         if train_dataset is None:
             if routed:
                 raise ValueError(
@@ -162,14 +169,14 @@ class GRPOTrainer:
                 )
             remedy = "; or set max_steps, and let the environment write the prompts" if pool else ""
             raise ValueError(f"`train_dataset` is required: {self.needed_rows}{remedy}")
-        if args.system_prompt is not None and not isinstance(train_dataset, Source):
+        if args.system_prompt is not None and not written and not isinstance(train_dataset, Source):
             raise ValueError("only tasks read system_prompt; put it before the prompts of train_dataset")
         self.source = as_source(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset, needed=self._most_rows())
         train_rows = as_rows(self.source.rows, "train_dataset.rows")
         self.held_out = setup.read_held_out(eval_dataset, args.max_eval_samples)
         self.rewards = self._make_rewards(reward_funcs, reward_processing_classes)
         self.made = made = setup.make_policy(
-            model, processing_class, args, ranks, wrapper, self.rewards, pool is not None
+            model, processing_class, args, ranks, wrapper, self.rewards, pool is not None, train_rows
         )
         self.policy, self.tokenizer, self.plan = made.policy, made.tokenizer, made.plan
         stops = stop_token_ids(self.policy, self.tokenizer)
@@ -231,6 +238,11 @@ class GRPOTrainer:
                 self.log.close()
             raise
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if never := sorted(vars(cls).keys() & HOOKS):
+            raise TypeError(f"{cls.__name__} overrides {', '.join(never)}, which only TRL's trainer calls")
+
     # Setup before the first step. Supervised training overrides some of these methods.
 
     def _most_rows(self) -> int | None:
@@ -263,8 +275,9 @@ class GRPOTrainer:
         self._check_prompts(train_rows)
 
     def _check_prompts(self, train_rows):
+        how = self.prompts, self.policy, self.args.max_completion_length, self._shows_bars, self.ranks
         for rows in (train_rows, *self.held_out.values()):
-            check_rows(rows, self.prompts, self.policy, self.args.max_completion_length, self._shows_bars)
+            together(self.ranks, lambda rows=rows: check_rows(rows, *how), "the check of rows")
 
     @property
     def _shows_bars(self):  # used before the log exists
@@ -375,10 +388,7 @@ class GRPOTrainer:
         """Open the run of `checkpoint`; if None, follow the settings."""
         if checkpoint in (None, False):
             return self.open()
-        begun = self.log is not None and (
-            self.state.global_step or self.log.checkpoint is not None or self.log.history or self.left
-        )
-        if begun:
+        if self.log is not None and (self.state.global_step or self.log.history or self.left):
             raise ValueError(f"resume_from_checkpoint={checkpoint!r}: this trainer has begun a run; create a new one")
         self._validate()
         resume = "auto" if checkpoint is True else str(checkpoint)

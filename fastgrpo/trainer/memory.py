@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer as Layer
 
 from fastgrpo.config.fields import keywords
 from fastgrpo.config.settings import GRPOConfig, TrainingConfig
@@ -34,7 +33,7 @@ from fastgrpo.policy.dry_run import unplannable, without_weights
 from fastgrpo.policy.liger_layers import would_apply
 from fastgrpo.policy.load import outline
 from fastgrpo.policy.lora import ADAPTER, add_lora
-from fastgrpo.policy.model import Policy, head_dim
+from fastgrpo.policy.model import Policy, decoder_layers, head_dim
 from fastgrpo.policy.quantized import NF4Linear, quantize
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Rewards
@@ -276,7 +275,7 @@ class Count(NamedTuple):
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Count":
         """Count the parameters of a model."""
-        named, layers = list(model.named_parameters()), [m for m in model.modules() if isinstance(m, Layer)]
+        named, layers = list(model.named_parameters()), decoder_layers(model)
         base = [p for name, p in named if ADAPTER not in name and p.dtype != torch.uint8]
         packed = sum(p.nbytes for _, p in named if p.dtype == torch.uint8)
         adapters = sum(p.numel() for name, p in named if ADAPTER in name)
@@ -615,9 +614,25 @@ def plan(
         except (TypeError, ValueError, ImportError):  # conflicting settings, no adapters for this model, or no peft
             continue
         if settings.get("parallel") == "fsdp2_offload":
-            flag += f" (with {gib(4 * FP32 * Count.of(model).base / ranks)} of host memory)"
+            flag += f" (with {gib(host_bytes(model, ranks))} of host memory)"
         instead[flag] = other.least
     return dataclasses.replace(made, instead=instead)
+
+
+def host_bytes(model: PreTrainedModel, ranks: int) -> int:
+    """Return the host memory that a rank takes with fsdp2_offload while it saves a checkpoint.
+
+    torch rounds each pinned tensor up to a power of two: masters, gradients, and on rank 0 the exported weights. The
+    rest is two moments, and a copy of masters and moments.
+    """
+
+    def pinned(size):
+        return 1 << (size - 1).bit_length()
+
+    counts = [p.numel() for name, p in model.named_parameters() if ADAPTER not in name]
+    shards = [math.ceil(count / ranks) * FP32 for count in counts]
+    exported = sum(pinned(count * model.dtype.itemsize) for count in counts)
+    return 2 * sum(map(pinned, shards)) + (2 + 3) * sum(shards) + exported
 
 
 def _changes(config, ranks):
@@ -625,6 +640,7 @@ def _changes(config, ranks):
     without_reference = {"ref_storage": None, "sync_ref_model": False}
     adapters = {"use_peft": True} | (without_reference if isinstance(config, GRPOConfig) else {})
     tokens, length = config.max_tokens_per_microbatch // 2, config.max_completion_length // 2
+    half = getattr(config, "num_generations", 0) // 2
     judges = json.dumps(keywords("reward_model_kwargs", config.reward_model_kwargs) | {"device": "cpu"})
     changes = {
         "--use_peft True": adapters,
@@ -637,6 +653,7 @@ def _changes(config, ranks):
         "--activation_offloading True": {"activation_offloading": True, "gradient_checkpointing": True},
         f"--max_tokens_per_microbatch {tokens}": {"max_tokens_per_microbatch": tokens},
         f"--max_completion_length {length}": {"max_completion_length": length},
+        **({f"--num_generations {half}": {"num_generations": half}} if half > 1 else {}),
         "--rollout_memory_utilization 1": {"rollout_memory_utilization": 1.0},
     }
     if config.rollout_backend in ("auto", "fast"):
@@ -680,6 +697,7 @@ def plan_run(
     ranks: Ranks = ALONE,
     rewards: Rewards | None = None,
     waits: bool = False,
+    prompt_tokens: int = PROMPT_TOKENS,
 ) -> MemoryPlan | None:
     """Plan a run before its weights are loaded. Return None if the model cannot be planned.
 
@@ -697,11 +715,13 @@ def plan_run(
         room = memory_left(here) + sum(p.nbytes for p in parameters if p.device == here)
     if rewards is not None and same_device(rewards.device(device, config.reward_device), device):
         judges = sum(model.bytes_to_come(device) for model in rewards.models)
-    told = ranks.gather((room, can_release(config, device)), "the free memory of each device")
-    room, releases = min(room for room, _ in told), all(releases for _, releases in told)
+    told = ranks.gather((room, can_release(config, device), judges), "the free memory of each device")
+    rooms, releasing, judging = zip(*told, strict=True)
+    room, releases, judges = min(rooms), all(releasing), max(judging)
     outlined = outline(model, config.trust_remote_code, download=True) if isinstance(model, (str, Path)) else model
     if unplannable(outlined):
         return None
     outlined, sizes = without_weights(outlined), {"ranks": ranks.size, "judges": judges, "waits": waits}
+    sizes["prompt_tokens"] = max(prompt_tokens, PROMPT_TOKENS)
     kind = {"dtype": choose_dtype(config.dtype, device), "device": device, "releases": releases}
     return plan(config, outlined, room=room, **kind, **sizes)

@@ -68,6 +68,9 @@ class MasterAdamW:
         self.adamw = AdamW8bit(**settings, eps=eps)
 
     def _master(self, parameter):
+        earlier = vars(parameter).pop("hook_to_master", None)  # of an earlier trainer of this model
+        if earlier is not None:
+            earlier.remove()
         if parameter.dtype in (torch.float32, torch.float64):
             return parameter
         master = parameter.detach().float().requires_grad_()
@@ -80,7 +83,7 @@ class MasterAdamW:
                 master.grad.add_(parameter.grad)  # in fp32; on a GPU without a copy of parameter.grad
             parameter.grad = None
 
-        parameter.register_post_accumulate_grad_hook(move)
+        parameter.hook_to_master = parameter.register_post_accumulate_grad_hook(move)
         return master
 
     @torch.no_grad()

@@ -77,7 +77,7 @@ def save_model(trainer: Any, output_dir: str | Path | None = None) -> None:
         trainer.checkpoints.wait()  # a checkpoint in progress reads the host copies that are gathered again here
     whole = trainer.policy.full_state_dict() if trainer.policy.lockstep else None
     if trainer.ranks.lead:
-        inside = path.resolve() == trainer.log.dir.resolve()
+        inside = path.resolve() in (trainer.log.dir.resolve(), trainer.log.dir.resolve() / "final")
         card = card_of(trainer, adapters=trainer.args.use_peft)
         copies = HostCopies()  # on the host, where save_pretrained recognizes tied weights
         states = whole or copies.take(trainer.policy.state_dict())

@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import heapq
 import math
 import os
 import sys
@@ -10,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub import get_token
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastgrpo.config.settings import TrainingConfig
+from fastgrpo.data.prompts import to_prompt
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.evaluation.heldout import Evaluation
-from fastgrpo.policy.device import check_packages
-from fastgrpo.policy.load import policy_and_tokenizer
+from fastgrpo.policy.device import check_packages, choose_device
+from fastgrpo.policy.load import load_tokenizer, policy_and_tokenizer
 from fastgrpo.policy.lora import (
     base_weights,
     is_wrapper,
@@ -27,7 +29,7 @@ from fastgrpo.policy.lora import (
     unwrapped,
     wrap_lora,
 )
-from fastgrpo.policy.model import Policy, head_dim
+from fastgrpo.policy.model import Policy, decoder_layers, head_dim
 from fastgrpo.policy.shard import check_torch, shard
 from fastgrpo.policy.varlen import use_attention
 from fastgrpo.ranks import Ranks
@@ -63,6 +65,8 @@ def checked(args: Any, tokenizer: Any, kind: type[TrainingConfig]) -> TrainingCo
         remedy = "its .tokenizer" if hasattr(tokenizer, "tokenizer") else "a tokenizer of transformers"
         raise ValueError(f"processing_class is of type {type(tokenizer).__name__}; pass {remedy}")
     check_packages(args)
+    if args.push_to_hub and get_token() is None:
+        raise ValueError("push_to_hub needs a login: run `hf auth login`, or set HF_TOKEN")
     return args
 
 
@@ -174,6 +178,15 @@ class Made:
     wrapper: "PeftModel | None"  # None without adapters
 
 
+def longest_prompt(rows: Rows, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> int:
+    """Return the tokens of the longest prompt, without tools. It is among those with the most characters."""
+    longest = heapq.nlargest(8, rows, key=lambda row: len(str(row.get("prompt"))))
+    try:
+        return max((len(to_prompt(row, tokenizer, template_kwargs).ids) for row in longest), default=0)
+    except ValueError:  # an invalid row, which the check of all rows reports
+        return 0
+
+
 def make_policy(
     model: str | Path | PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -182,18 +195,23 @@ def make_policy(
     wrapper: "PeftModel | None" = None,
     rewards: Rewards | None = None,
     waits: bool = False,
+    rows: Rows | None = None,
 ) -> Made:
     """Create the policy of a run: plan its memory, load it, add adapters, and shard it with fsdp2.
 
     All ranks begin with the same weights. On a CPU, freed memory is kept for the next step. `waits` says that
-    completions wait for tools.
+    completions wait for tools, and the plan reads the longest prompts of `rows`.
     """
     if args.parallel in ("fsdp2", "fsdp2_keep") and ranks.group is None:
         raise ValueError(
             f"parallel={args.parallel} needs several processes, and there is only one; start the run with torchrun "
             "--nproc_per_node N -m fastgrpo.train ..., or omit parallel. One process can use fsdp2_offload"
         )
-    plan = plan_run(args, model, ranks=ranks, rewards=rewards, waits=waits)
+    tokens = 0
+    if rows is not None and choose_device(args.device).type == "cuda":
+        source = tokenizer or load_tokenizer(getattr(model, "name_or_path", model), args.trust_remote_code)
+        tokens = longest_prompt(rows, source, args.template_kwargs)
+    plan = plan_run(args, model, ranks=ranks, rewards=rewards, waits=waits, prompt_tokens=tokens)
     if plan:
         plan.check()
     parallel, why = (plan.parallel, plan.chosen) if plan else choose_parallel(args, None)
@@ -241,8 +259,7 @@ def make_policy(
 
 def keep_activations(model: PreTrainedModel, recomputed: int) -> None:
     """Turn gradient checkpointing off for all layers of a model but the first ones."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for layer in layers[recomputed:]:
+    for layer in decoder_layers(model)[recomputed:]:
         layer.gradient_checkpointing = False
 
 

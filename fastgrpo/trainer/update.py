@@ -57,7 +57,8 @@ class Learner:
     ):
         self.policy, self.optimizer, self.schedule = policy, optimizer, schedule
         self.max_grad_norm = max_grad_norm
-        self.dealer = Dealer(max_tokens, share_prompt, ranks, policy.lockstep)
+        padded = policy.own_attention
+        self.dealer = Dealer(max_tokens, share_prompt and not padded, ranks, policy.lockstep, padded)
         self.timer, self.ranks = timer or StageTimer(policy.device), ranks
         self.after_backward = self.after_update = None  # called after each
 
@@ -374,10 +375,11 @@ class GRPOUpdate:
                     self.objective = dataclasses.replace(self.objective, entropy_coef=self.entropy.applied)
 
                 parts = [samples[i] for i in minibatch]
+                tokens = sum(len(samples[i].drawn) for i in whole if not samples[i].masked)
 
-                def loss(indices, batch, logps=logps, parts=parts):
+                def loss(indices, batch, logps=logps, parts=parts, tokens=tokens):
                     share = _share(parts, indices)
-                    out = self.loss(batch, step_tokens, with_entropy or self.entropy is not None, share)
+                    out = self.loss(batch, tokens, with_entropy or self.entropy is not None, share)
                     meter.add(out, batch, update=len(norms))
                     if check is not None and batch.old_logps is None:
                         check.add(out.logps.detach(), batch.rollout_logps, out.active)
@@ -558,4 +560,6 @@ class GRPOUpdate:
         ratio = log_ratio.exp()
         advantages = sample.token_advantages
         advantages = torch.tensor(sample.advantage) if advantages is None else advantages.to(ratio.device)
+        if sample.counted is not None:  # the other tokens have no surrogate, which could be clipped
+            advantages = advantages * sample.counted.to(ratio.device)
         return ratio, ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))

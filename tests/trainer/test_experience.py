@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import random
-from contextlib import contextmanager
 
 import pytest
 import runs
@@ -70,21 +69,6 @@ def test_groups_without_spread_are_replaced(saved, tmp_path):
     values, experience = stepped(trainer)
     assert rows_of(experience, trainer) == [7, 8, 9, 10] and trainer.state.epoch == 11 / 14
     assert values["dynamic_sampling/num_gen_batches"] == 1 and values["dynamic_sampling/dropped_groups"] == 0
-
-
-def test_a_batch_gathers_the_weights_once(saved, tmp_path, monkeypatch):
-    trainer, depths, open_ = make_trainer(saved, tmp_path, "1111"), [], []
-
-    @contextmanager
-    def gather(**_):
-        depths.append(len(open_))
-        open_.append(1)
-        yield
-        open_.pop()
-
-    monkeypatch.setattr(trainer.engine.policy, "gather", gather)
-    stepped(trainer)
-    assert depths.count(0) == 1
 
 
 def test_the_scale_of_advantages_is_that_of_the_trained_groups(saved, tmp_path):

@@ -9,7 +9,6 @@ import pytest
 import tiny
 import torch
 from runs import PROMPTS, lines, make_trainer, samples_of, share_of_a
-from transformers import AutoModelForCausalLM
 from updates import before_each_step, make_update, rising
 
 from fastgrpo.loss.objective import Objective
@@ -84,10 +83,6 @@ def test_a_run_writes_all_its_files(tmp_path, monkeypatch):
     names = {name for row in rows for name in row} - {"step", "answer_length", "eval/answer_length"}
     assert [name for name in names if not known.fullmatch(name)] == []
     assert rows[1]["sampler/logp_gap_mean"] < 1e-4 and rows[1]["answer_length"] == 3
-    assert set(samples[0]) == {
-        "step", "group", "prompt", "completion", "rewards", "advantage", "finish_reason", "tokens", "clipped",
-        "token_ends", "logps", "ratios", "clipped_tokens", "doubled",
-    }  # fmt: skip
     assert samples[0]["rewards"]["rich"] is None and samples[1]["rewards"]["rich"] is not None
     assert json.loads((run / "summary.json").read_text()) == summary
     assert summary.keys() == {
@@ -95,9 +90,6 @@ def test_a_run_writes_all_its_files(tmp_path, monkeypatch):
     }  # fmt: skip
     assert json.loads((run / "config.json").read_text())["beta"] == 0.1
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG") and list((run / "tensorboard").iterdir())
-    loaded = AutoModelForCausalLM.from_pretrained(run / "checkpoint-2")
-    for name, parameter in trainer.model.named_parameters():
-        assert torch.equal(loaded.get_parameter(name), parameter)
     assert (run / "checkpoint-1").is_dir()
 
 

@@ -42,8 +42,9 @@ def test_refuses_to_write_after_the_run_if_another_run_has_the_folder(trainer):
 
 
 def test_in_the_folder_of_the_run_the_model_has_a_folder_of_its_own(trainer):
-    trainer.save_model(str(trainer.log.dir))
-    assert (trainer.log.dir / "final" / "model.safetensors").exists()
+    for folder in (trainer.log.dir, trainer.log.dir / "final"):
+        trainer.save_model(str(folder))
+        assert (trainer.log.dir / "final" / "model.safetensors").exists() and not trainer.log.folder.foreign()
     assert json.loads((trainer.log.dir / "config.json").read_text())["command"] == "train"
 
 
@@ -76,10 +77,14 @@ def hub(monkeypatch):
             return "the commit"
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setattr("fastgrpo.trainer.setup.get_token", lambda: asked)
     return asked
 
 
 def test_the_model_is_uploaded_at_the_end_and_on_request(tmp_path, hub):
+    with pytest.raises(ValueError, match="needs a login"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastgrpo.trainer.setup.get_token", lambda: None)
+        make_trainer(tmp_path, push_to_hub=True)
     trainer = make_trainer(tmp_path, push_to_hub=True, hub_model_id="org/mine", hub_private_repo=True)
     trainer.train()
     (repo, settings), (files, upload) = hub

@@ -29,10 +29,13 @@ def test_means_ignore_rewards_of_none():
     flat = [completion(right=NAN, style=NAN, advantage=0.7), completion(right=1.0, style=NAN, advantage=0.3)]
     values = reward_metrics(group + flat, torch.tensor([1.5, 0.0, NAN, 1.0], dtype=torch.float64), [True, False])
     assert values["reward"] == pytest.approx(2.5 / 3)
-    assert values["reward_std"] == pytest.approx(1.5 / math.sqrt(2))  # of the group that both rewards were given for
+    assert values["reward_std"] == pytest.approx(1.5 / math.sqrt(2))  # of the group with two rewards
+    three = [completion(advantage=0.0) for _ in range(3)]
+    values["of three"] = reward_metrics(three, torch.tensor([1.0, NAN, 0.0]).double(), [True])["reward_std"]
+    assert values["of three"] == pytest.approx(math.sqrt(0.5))
     assert values["accuracy"] == 0.5  # a completion without a verdict is not right
     assert values["rewards/right/mean"] == pytest.approx(2 / 3)
-    assert values["rewards/right/std"] == pytest.approx(math.sqrt(2) / 3)
+    assert values["rewards/right/std"] == pytest.approx(1 / math.sqrt(3))  # TRL's, over n - 1
     assert (values["rewards/style/mean"], values["rewards/style/std"]) == (0.5, 0.0)
     assert (values["frac_informative"], values["frac_reward_zero_std"]) == (0.5, 0.5)
     assert (values["advantage/mean"], values["advantage/abs_mean"]) == (0.0, 0.5)

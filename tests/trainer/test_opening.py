@@ -8,9 +8,9 @@ from runs import lines, make_trainer, share_of_a
 pytestmark = pytest.mark.usefixtures("without_curves")
 
 
-@pytest.mark.parametrize("resume, overwrite", [(True, False), ("checkpoint-2", True)])
-def test_train_resumes_from_a_checkpoint_bit_for_bit(tmp_path, resume, overwrite):
-    """With a model that is given as an object."""
+@pytest.mark.parametrize("resume, overwrite, stated", [(True, 0, 0), ("checkpoint-2", 1, 0), ("checkpoint-2", 0, 1)])
+def test_train_resumes_from_a_checkpoint_bit_for_bit(tmp_path, resume, overwrite, stated):
+    """With a model that is given as an object. The settings may state the checkpoint, too, as in TRL's scripts."""
 
     def make(name="run", **settings):
         settings |= {"lr_scheduler_type": "constant", "save_steps": 2, "dtype": "bfloat16"}
@@ -19,8 +19,9 @@ def test_train_resumes_from_a_checkpoint_bit_for_bit(tmp_path, resume, overwrite
 
     make(max_steps=2).train()
     make("whole", max_steps=4).train()
-    trainer = make(max_steps=4, overwrite_output_dir=overwrite)
     resume = resume if resume is True else str(tmp_path / "run" / resume)
+    settings = {"overwrite_output_dir": bool(overwrite), "resume_from_checkpoint": resume if stated else None}
+    trainer = make(max_steps=4, **settings)
     assert trainer.train(resume_from_checkpoint=resume).global_step == 4
     assert_same_run(tmp_path / "run", tmp_path / "whole")
     assert [entry["step"] for entry in trainer.state.log_history] == [1, 2, 3, 4, 4]

@@ -20,6 +20,13 @@ def test_micro_batches_accumulate_in_fp32():
     assert optimizer.masters[0].grad.item() == 1 + 64 * 2**-9
 
 
+def test_the_last_trainer_of_a_model_gets_its_gradients():
+    layer = torch.nn.Linear(1, 1, bias=False).bfloat16()
+    first, second = (MasterAdamW(layer, learning_rate=1e-3) for _ in range(2))
+    layer.weight.sum().backward()
+    assert first.masters[0].grad is None and second.masters[0].grad.item() == 1
+
+
 def test_an_update_without_gradients_equals_one_with_zeros():
     optimizers = [MasterAdamW(torch.nn.ParameterList([torch.ones(2)]), learning_rate=0.1) for _ in range(2)]
     for gradient in (3.0, None):
