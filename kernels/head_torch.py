@@ -233,12 +233,12 @@ def softmax_(
 
 
 def _entropy(probs):
-    """Compute -sum_v p_v log p_v [n]. On a CPU, a few rows at a time stay in the cache, which is several times faster.
+    """Compute -sum_v p_v log p_v [n]. On a CPU, parts that stay in the cache are several times faster.
 
     p log p is 0 at p = 0, so logits of -inf are legal.
     """
     tiny = torch.finfo(probs.dtype).tiny
-    parts = probs.split(2) if probs.is_cpu else (probs,)
+    parts = probs.split(max(1, 2**17 // probs.shape[1])) if probs.is_cpu else (probs,)
     return -torch.cat([part.clamp(min=tiny).log_().mul_(part).sum(-1) for part in parts])
 
 

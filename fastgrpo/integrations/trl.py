@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import is_peft_model, send_to_device
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
@@ -46,6 +46,7 @@ except ImportError as error:
 __all__ = ["FusedGRPOTrainer", "patch"]
 
 # FusedGRPOTrainer would ignore an override of these, or compute a wrong gradient.
+CAPS = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"  # names in the configs of models
 OURS = ("_compute_loss", "_get_per_token_logps_and_entropies")
 # The first losses are compared with TRL's own code, to detect a version of TRL with another formula. One is not enough:
 # in the first, ratios are 1, the KL is 0, and advantages may all be 0.
@@ -72,7 +73,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         outputs = []
 
         def scored(**model_inputs):
-            outputs.append(model(**model_inputs, score=functools.partial(score, self, inputs)))
+            outputs.append(_exact(model, functools.partial(score, self, inputs), **model_inputs))
             return outputs[-1]
 
         value = super()._compute_loss(scored, inputs)
@@ -84,8 +85,24 @@ class FusedGRPOTrainer(GRPOTrainer):
         return value + (output.loss - ours)  # TRL's value, with its auxiliary loss, and our gradient
 
     def _get_per_token_logps_and_entropies(self, model, *args, compute_entropy=False, **kwargs):
-        asked = functools.partial(model, with_entropy=compute_entropy)
-        return super()._get_per_token_logps_and_entropies(asked, *args, compute_entropy=compute_entropy, **kwargs)
+        if isinstance(model, torch.nn.Module):  # not `scored` of _compute_loss
+            model = functools.partial(
+                _exact, model, lambda head: (None, head.score(head.labels != -100, compute_entropy))
+            )
+        return super()._get_per_token_logps_and_entropies(model, *args, compute_entropy=compute_entropy, **kwargs)
+
+
+def _exact(model, score, **inputs):
+    """Call a model with the function `score`, and return its fp32 results: FSDP casts what a module returns."""
+    kept = []
+
+    def keep(head):
+        kept.append(score(head))
+        return kept[-1]
+
+    output = model(**inputs, score=keep)
+    ((loss, scores),) = kept
+    return replace(output, loss=loss, log_probs=scores.logps, entropy=scores.entropies)
 
 
 def patch(trainer: GRPOTrainer, backward_tolerance: float = 0.0) -> FusedGRPOTrainer:
@@ -228,29 +245,36 @@ def attach(model: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: boo
     also under autocast.
     """
     theirs, config = model.forward, model.config.get_text_config()
-    scale, softcap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
+    scale, softcap = logit_scale(config), next((cap for name in CAPS if (cap := getattr(config, name, None))), None)
     if not scale > 0:
         raise ValueError(f"fastgrpo does not support a model that multiplies its logits by {scale}")
     # cap tanh(s x / cap) / T = (cap / s) tanh(x / (cap / s)) / (T / s)
     temperature, softcap = temperature / scale, None if softcap is None else softcap / scale
 
     @functools.wraps(type(model).forward)  # generate() checks its arguments against this signature
-    def forward(self, *args, fused_lm_head=False, labels=None, score=None, with_entropy=True, **kwargs):
+    def forward(self, *args, fused_lm_head=False, labels=None, score=None, **kwargs):
         if not fused_lm_head:
             return theirs(*args, labels=labels, **kwargs)
         found = self.base_model(*args, use_cache=False, **kwargs)
         layer = self.get_output_embeddings()
-        weight, bias = (p.full_tensor() if isinstance(p, DTensor) else p for p in (layer.weight, layer.bias))
+        weight, bias = map(_whole, (layer.weight, layer.bias))
         hidden, labels = found.last_hidden_state[:, :-1].to(weight.device), labels[:, 1:].to(weight.device)
         exact = torch.autocast(hidden.device.type, enabled=False) if cast_lm_head_to_fp32 else nullcontext()
         with exact:
             hidden = hidden.float() if cast_lm_head_to_fp32 else hidden
             head = HeadInputs(hidden, labels, weight, bias, temperature, softcap)
-            loss, scores = (None, head.score(labels != -100, with_entropy)) if score is None else score(head)
+            loss, scores = (None, head.score(labels != -100, True)) if score is None else score(head)
         aux_loss = _aux_loss(found, config, kwargs) if kwargs.get("output_router_logits") else None
         return FusedCausalLMOutput(loss=loss, log_probs=scores.logps, entropy=scores.entropies, aux_loss=aux_loss)
 
     model.forward = types.MethodType(forward, model)
+
+
+def _whole(parameter):
+    """Gather a sharded parameter. Its gradient is the mean over the ranks, as FSDP reduces gradients."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
 
 
 def _aux_loss(found, config, kwargs):

@@ -52,6 +52,8 @@ def check_tensor(value: Any, name: str, kind: str, like: torch.Tensor | None = N
     """Raise a ValueError unless a value is a tensor of this kind of numbers, on the device of `like`."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.device.type == "mps":
+        raise ValueError(f"{name} is on an Apple GPU, which has no fp64 for exact sums; move the tensors to the CPU")
     if not KINDS[kind](value.dtype):
         raise ValueError(f"{name} must be {kind}, got {value.dtype}")
     if like is not None and value.device != like.device:

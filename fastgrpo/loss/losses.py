@@ -349,7 +349,7 @@ def _output(
         "ratio/max": outputs["ratio"].amax() if len(outputs["ratio"]) else mean["ratio"],
         "clip_ratio/low_mean": mean["clipped_low"],
         "clip_ratio/high_mean": mean["clipped_high"],
-        "active_tokens": torch.tensor(count) if isinstance(count, int) else count,
+        "active_tokens": active.new_full((), count, dtype=torch.int64) if isinstance(count, int) else count,
     }
     if "entropy" in mean:
         metrics["entropy"] = mean["entropy"]

@@ -1,5 +1,7 @@
 """The forward that TRL's trainer calls: log-probs and entropies of its own, for every head that it has."""
 
+import dataclasses
+
 import pytest
 import tiny
 import torch
@@ -10,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from trl.trainer.utils import add_fused_lm_head
 from trl_pairs import gradients, make_inputs, pair
 
-from fastgrpo.integrations.trl import attach
+from fastgrpo.integrations.trl import _exact, attach
 
 SMALL = tiny.SHAPE | {"head_dim": 8}
 HEADS = {
@@ -99,3 +101,16 @@ def test_a_sharded_head_is_gathered(mesh):
     assert torch.equal(sharded.log_probs, whole.log_probs)
     sharded.log_probs.sum().backward()
     assert isinstance(model.lm_head.weight.grad, DTensor) and model.lm_head.weight.grad.to_local().any()
+
+
+def test_results_are_exact_where_the_model_casts_what_it_returns():
+    """As FSDP2 does."""
+    model = make_model("plain")
+    _, ours, inputs, labels = both(model)
+
+    def cast(**given):
+        output = model(**given, labels=labels, fused_lm_head=True)
+        return dataclasses.replace(output, log_probs=output.log_probs.bfloat16(), entropy=output.entropy.bfloat16())
+
+    found = _exact(cast, lambda head: (None, head.score(head.labels != -100, True)), **inputs)
+    assert torch.equal(found.log_probs, ours.log_probs) and torch.equal(found.entropy, ours.entropy)
