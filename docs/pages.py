@@ -20,12 +20,11 @@ A value comes from the first of these that states it: the flag; the YAML file; t
 (`fastgrpo/recipes/TASK.yaml`); the default in the tables. `python -m fastgrpo.train --task TASK --help-all` prints the
 defaults of a task.
 
-Some settings have an effect only under a condition, which the table states. If the condition is false, any value other
-than the default raises an error.
+If a condition in the tables is false, any value other than the default raises an error.
 
 A resumed run must have the settings of the original run, with two exceptions:
 
-- These settings can change: {free}.
+- These settings can change: {free}, and the folder that holds the model or a data file.
 - These can change too, but a warning says that the run is then not bit-identical to an uninterrupted one: {inexact}.
 """
 # Settings that can change on resume in part -> the possible change.
@@ -49,14 +48,15 @@ print(args.prompts_per_step, args.dtype)  # 2 bfloat16
 `GRPOConfig` accepts every argument of `trl.GRPOConfig` and of `transformers.TrainingArguments`. The tables below state
 which arguments are translated, have no effect, or are not supported. All others are [settings](settings.md). The
 command line and YAML files accept only settings. If an argument contradicts a setting, an error says so.
-`HfArgumentParser` and `TrlParser` work, for example `TrlParser((ScriptArguments, GRPOConfig))`.
+`HfArgumentParser` and `TrlParser` work, but without TRL's `ModelConfig` and `GRPOScriptArguments`, whose settings
+`GRPOConfig` has.
 
-**Set the batch size.** TRL has four batch arguments: `per_device_train_batch_size`, `gradient_accumulation_steps`,
-`steps_per_generation` and `generation_batch_size`.
+**Set the batch size.**
 
-- If a script sets one of them, the others have TRL's defaults, and all `*_steps` arguments count updates, as in TRL.
-- If it sets none, a step has `prompts_per_step` prompts (8; TRL's default is 1), and all `*_steps` arguments count
-  steps. A step is one rollout with its updates.
+- If a script sets `per_device_train_batch_size`, `gradient_accumulation_steps`, `steps_per_generation` or
+  `generation_batch_size`, the others have TRL's defaults, and all `*_steps` arguments count updates, as in TRL.
+- If not, a step has `prompts_per_step` prompts (8; TRL's default is 1), and all `*_steps` arguments count steps. A step
+  is one rollout with its updates.
 
 **Epochs.** TRL drops the last batch of an epoch if it is incomplete. fastgrpo fills it with the first prompts of the
 next epoch, so the last epoch may have one more step.
@@ -121,6 +121,8 @@ DIFFERS = [
     ("callbacks receive `on_substep_end` and `on_optimizer_step`", "not called; a warning says so"),
     ("`train()` overwrites an earlier run in `output_dir`", "an error; resume, or set `overwrite_output_dir`"),
     ("`save_model(output_dir)` writes into the run folder", "writes into its folder `final/`"),
+    ("scripts may change `args`", "an error; pass all settings to `GRPOConfig`"),
+    ("subclasses may override `compute_loss` and other internal methods", "an error"),
     ("`optimizers=` replaces the optimizer", "an error that names the settings to use"),
     (
         "`trainer.accelerator`, `reward_funcs`, `reward_weights`, `tools` and `environments` exist",
@@ -133,7 +135,11 @@ HEADER = "| flag | default (allowed values) | meaning |\n|------|---------------
 _DATA = "As in TRL, `GRPOConfig` has no settings whose names begin with `dataset_`; only commands have them."
 _ONLY = "`python -m fastgrpo.{}` adds these settings, or gives them another default."
 TABLES = [
-    ("Data", _DATA, ("PromptConfig", "DatasetConfig", "TrainSplitConfig", "TestSplitConfig", "OrderConfig")),
+    (
+        "Data",
+        _DATA,
+        ("PromptConfig", "TemplateConfig", "DatasetConfig", "TrainSplitConfig", "TestSplitConfig", "OrderConfig"),
+    ),
     ("Model", "", ("ModelConfig", "LoadingConfig")),
     ("Rollout", "", ("CompletionConfig", "RolloutConfig", "TokenFilterConfig", "EngineConfig")),
     ("Tools", "", ("ToolsConfig",)),

@@ -24,6 +24,7 @@ from pydantic import Field
 from fastgrpo.config import sections
 from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
 from fastgrpo.config.fields import Count, NotNegative, Positive, Whole, settings_class
+from fastgrpo.config.recipe import take_flag, task_defaults
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.prompts import check_turns, checked_row, shortened
 from fastgrpo.data.records import Sample, TrainerState, with_text
@@ -71,8 +72,12 @@ class CheckConfig(
 
 def check(argv: list[str]) -> int:
     """Check rewards and environments, print the findings, and return the number of warnings."""
+    argv, named = take_flag(argv, "--task")
+    defaults = {"task": "dataset" if named is None else named}
+    if length := task_defaults(defaults["task"]).get("max_completion_length"):
+        defaults["max_completion_length"] = length
     config = parse_flags(
-        CheckConfig, argv, prog="python -m fastgrpo.check", description=__doc__,
+        CheckConfig, argv, prog="python -m fastgrpo.check", description=__doc__, defaults=defaults,
         aliases={"--reward": "--reward_funcs", "--dataset": "--dataset_name", "--model": "--model_name_or_path"},
     )  # fmt: skip
     refuse_ranks("check")
@@ -97,9 +102,11 @@ def check(argv: list[str]) -> int:
         tokenizer = load_tokenizer(path, config.trust_remote_code)
     task = find_task(config.task).build(config, tokenizer)
     functions = needed_rewards(task, config)
+    if path is not None and (config.tools or config.environment or task.tools or task.environment):
+        raise ValueError("check generates without tools; use python -m fastgrpo.evaluate, or rows with completions")
     rows = held_out_rows(task, config).head(config.max_samples)
     groups = list(rows.each(_given)) if path is None else _draw(rows.map(_without), tokenizer, config)
-    state = TrainerState(0, 0, 0.0, config.max_completion_length)
+    state = TrainerState(0, 1, 0.0, config.max_completion_length)
     with Rewards(functions) as rewards:
         rewards.place(rewards.device(choose_device(config.device), config.reward_device), tokenizer)
         found = [check_reward(function, groups, state, timeout=config.reward_timeout) for function in functions]

@@ -82,7 +82,7 @@ def distill(argv: list[str]) -> None:
     rewards.place(rewards.device(policy.device, config.reward_device), tokenizer)
     source = Prompts(tokenizer, config.template_kwargs)
     prompts = list(prompts_of(rows, source, policy, config.max_completion_length))
-    state = TrainerState(0, 0, 0.0, config.max_completion_length)
+    state = TrainerState(0, 1, 0.0, config.max_completion_length)
     drawn, kept, dropped = len(prompts) * config.num_generations, 0, Counter()
     output, terminal = config.output if ranks.lead else None, Terminal(quiet=config.quiet, silent=not ranks.lead)
     with rewards, new_file(output, whole=True) as file, terminal.share("distill") as progress:

@@ -111,7 +111,7 @@ def _evaluate_model(path, tokenizer, config, ranks):
     policy, engine, sampling = load_sampler(path, tokenizer, config, top_p=config.top_p, top_k=config.top_k)
     rewards.place(rewards.device(policy.device, config.reward_device), tokenizer)
     source = Prompts.of(tokenizer, config, environments, sampling.stop_token_ids)
-    state = TrainerState(0, 0, 0.0, config.max_completion_length)
+    state = TrainerState(0, 1, 0.0, config.max_completion_length)
     with rewards, Terminal(quiet=config.quiet, silent=not ranks.lead).share(str(path)) as progress:
         return evaluate(engine, source, rows, rewards, sampling, state, progress, config.eval_num_generations, ranks)
 

@@ -105,6 +105,11 @@ def settings_class(record: Record) -> Record:
             field.metadata = MappingProxyType({"help": " ".join(help.split())})
     checked = record.__init__
 
+    def __setattr__(self, name, value):
+        raise dataclasses.FrozenInstanceError(f"settings do not change: pass {name} to {type(self).__name__}()")
+
+    record.__setattr__ = __setattr__
+
     @functools.wraps(checked)
     def __init__(self, *args, **stated):
         if args:

@@ -44,9 +44,9 @@ class LoadingConfig:
     """Loading of the model."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Store the model's weights in this precision; auto is bfloat16 on a GPU and float32 on a CPU. If bfloat16 weights
-    are trained, the optimizer keeps float32 master weights. On a CPU, bfloat16 is faster only with avx512_bf16 or AMX
-    (see lscpu), from about 100M parameters on."""
+    """Store the model's weights in this precision; auto is bfloat16 on a GPU of compute capability 8.0 or later, else
+    float32. The optimizer of bfloat16 weights keeps float32 masters. On a CPU, bfloat16 is faster only with
+    avx512_bf16 or AMX (see lscpu), from about 100M parameters on."""
     device: str = "auto"
     """Run the model on this device: cuda, cuda:1, cpu, or auto (the GPU if there is one)."""
     load_in_4bit: bool = False
@@ -57,8 +57,22 @@ class LoadingConfig:
 
 
 @settings_class
-class PromptConfig:
-    """Prompts and their template."""
+class TemplateConfig:
+    """The chat template."""
+
+    chat_template_kwargs: Keywords | None = None
+    """Pass these arguments to the tokenizer's chat template: a dictionary or its JSON text, such as {"enable_thinking":
+    false}."""
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments of the chat template."""
+        return keywords("chat_template_kwargs", self.chat_template_kwargs)
+
+
+@settings_class
+class PromptConfig(TemplateConfig):
+    """Prompts."""
 
     task: str = "arithmetic"
     """Take prompts and rewards from this task: arithmetic, countdown, pizza, bandit, code, calculator or treasure
@@ -70,14 +84,6 @@ class PromptConfig:
     `solved` sets how many solved problems come before each prompt."""
     system_prompt: str | None = None
     """Replace the task's system prompt by this text. None keeps it."""
-    chat_template_kwargs: Keywords | None = None
-    """Pass these arguments to the tokenizer's chat template: a dictionary or its JSON text, such as {"enable_thinking":
-    false}."""
-
-    @property
-    def template_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of the chat template."""
-        return keywords("chat_template_kwargs", self.chat_template_kwargs)
 
 
 @settings_class

@@ -6,6 +6,7 @@ exact fraction. If that number is only part of an expression or a list (``2\sqrt
 the answer has no value, and `fastgrpo.rewards.symbolic` compares it.
 """
 
+import functools
 import re
 import unicodedata
 from fractions import Fraction
@@ -268,7 +269,13 @@ def answers_match(text: str, reference: str) -> bool | None:
 
 def _read(text: str) -> _Answer:
     """Read the final answer of a text, as a number or as a formula."""
-    text = plain(extract_answer(text))
+    answer = extract_answer(text)
+    return (_parsed if len(answer) <= MAX_LENGTH else _parsed.__wrapped__)(answer)
+
+
+@functools.lru_cache(4096)  # the completions of a group share a reference, and often the answer
+def _parsed(answer):
+    text = plain(answer)
     found, follows_words = formula(text)
     pieces = [piece for piece in _APPROXIMATELY.split(found) if re.search("[0-9]", piece)] or [found]
     pieces = [_NO_ITEMS.sub(lambda match: _THOUSANDS.sub("", match[0]), piece) for piece in (pieces[0], pieces[-1])]

@@ -126,8 +126,11 @@ class HttpScorer:
         try:
             return await again(self._try, client, body)
         except _Again as last:
+            remedy = "start it, or read its log"
+            if isinstance(last.__cause__, TimeoutError):
+                remedy = f"raise --reward_timeout, which limits a request of up to {self.batch} completions"
             raise ConnectionError(
-                f"the reward server {self.shown} failed {self.retries + 1} times: {last}; start it, or read its log"
+                f"the reward server {self.shown} failed {self.retries + 1} times: {last}; {remedy}"
             ) from None
 
     async def _try(self, client, body):
@@ -144,7 +147,7 @@ class HttpScorer:
                             "only a number for each completion"
                         )
         except (httpx.TimeoutException, TimeoutError):
-            raise _Again(f"no answer within {self.timeout:g} s") from None
+            raise _Again(f"no answer within {self.timeout:g} s") from TimeoutError()
         except httpx.RequestError as error:
             raise _Again(f"{type(error).__name__}: {error}") from None
         if answer.status_code in _RETRIED:

@@ -38,6 +38,7 @@ from fastgrpo.config.sections import PRM_AGGREGATIONS
 from fastgrpo.data.token_text import TokenText
 from fastgrpo.policy.device import cast, choose_dtype
 from fastgrpo.policy.load import loading
+from fastgrpo.policy.micro_batches import by_length
 from fastgrpo.rewards.steps import split_steps
 
 BATCH_TOKENS = 16384  # tokens of one forward pass, padding included; a longer text has a pass of its own
@@ -130,18 +131,6 @@ class Judge:
         ids = torch.tensor([[*text, *[fill] * (longest - len(text))] for text in texts])
         mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
         return {"input_ids": ids.to(self.model.device), "attention_mask": mask.to(self.model.device)}
-
-
-def by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Put texts of similar lengths into batches."""
-    batches, longest = [], 0
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batches and (len(batches[-1]) + 1) * longest <= budget:
-            batches[-1].append(i)
-        else:
-            batches.append([i])
-            longest = lengths[i]
-    return batches
 
 
 def same_device(one: torch.device, other: torch.device) -> bool:

@@ -162,21 +162,6 @@ def test_a_bad_result_is_a_failure_of_its_function(result):
     assert rewards[:, 1].tolist() == [1.0, 1.0] and rewards[:, 0].isnan().sum() == skipping.errors["reward"] > 0
 
 
-def test_errors_are_skipped_and_counted():
-    async def down(**_):
-        raise RuntimeError("down")
-
-    functions = [returns([1.0, 2.0], "good"), returns([math.nan, 3.0], "odd"), down, returns([1.0], "short")]
-    rewards = Rewards(functions, on_error="skip")
-    for _ in range(2):  # the counts are of the last call
-        judged = judge(rewards)
-        assert judged.errors == {"odd": 1, "down": 2, "short": 2}
-    per_function = reward_matrix(judged.completions)
-    assert per_function[:, 0].tolist() == [1.0, 2.0] and per_function[1, 1] == 3.0
-    assert per_function.isnan().sum(0).tolist() == [0, 1, 2, 2]
-    assert rewards.total(per_function).tolist() == [1.0, 5.0]
-
-
 def test_functions_of_one_name_are_told_apart():
     two = returns([0.0, 0.0], "near_2")
     functions = [*(returns([value] * 2, "near") for value in (1.0, 2.0)), two, returns([3.0, 3.0], "near")]
