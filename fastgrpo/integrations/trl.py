@@ -45,8 +45,8 @@ except ImportError as error:
 
 __all__ = ["FusedGRPOTrainer", "patch"]
 
-# FusedGRPOTrainer would ignore an override of these, or compute a wrong gradient.
 CAPS = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"  # names in the configs of models
+# FusedGRPOTrainer would ignore an override of these, or compute a wrong gradient.
 OURS = ("_compute_loss", "_get_per_token_logps_and_entropies")
 # The first losses are compared with TRL's own code, to detect a version of TRL with another formula. One is not enough:
 # in the first, ratios are 1, the KL is 0, and advantages may all be 0.

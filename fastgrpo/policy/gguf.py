@@ -75,8 +75,9 @@ def complete(model: PreTrainedModel, path: str | Path) -> None:
             f"{path} has scaled rotary frequencies, which transformers would drop; use the model's folder with "
             ".safetensors files"
         )
-    ends = {i for i, token in enumerate(fields.get(TOKENS, ())) if token in ENDS} | {fields.get(EOS)}
-    model.generation_config.eos_token_id = sorted(ends - {None})
+    if arch != "gpt-oss":  # its <|end|> ends only the reasoning
+        ends = {i for i, token in enumerate(fields.get(TOKENS, ())) if token in ENDS} | {fields.get(EOS)}
+        model.generation_config.eos_token_id = sorted(ends - {None})
 
 
 def set_special_tokens(tokenizer: PreTrainedTokenizerBase) -> None:

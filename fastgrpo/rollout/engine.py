@@ -125,7 +125,6 @@ class RolloutEngine(RolloutBackend):
         done = stopped[0].group.done
         self.lanes.snapshot()
         taken = self.lanes.take(lanes)  # counts the tokens, and checks that their log-probs are finite
-        self.lanes.stop(self._tensor(lanes))
         self._count([*(ids for ids, *_ in taken), *(sample.ids for sample in done.values())])
         for running in stopped:
             if running.dialogue:
@@ -455,7 +454,6 @@ class RolloutEngine(RolloutBackend):
             raise torch.OutOfMemoryError("the KV cache of one group does not fit; lower --rollout_memory_utilization")
         group = groups[next(number for number in reversed(self.unfinished) if number in groups)]
         lanes = [lane for lane, running in enumerate(self.running) if running and running.group is group]
-        self.lanes.stop(self._tensor(lanes))
         self._leave(lanes)
         self.waiting.appendleft(group.request)
         self.preemptions += 1

@@ -164,6 +164,7 @@ class Lanes:
         """Free lanes. A decode step then computes only their first token."""
         self.finished.index_fill_(0, lanes, True)
         self.length.index_fill_(0, lanes, 1)
+        self.position.index_fill_(0, lanes, 0)
 
     def snapshot(self) -> None:
         """Queue a copy of the finished flags to the host. `take` reads the lanes as they are here."""

@@ -172,6 +172,11 @@ def _end(loop, clients):
     asyncio.run_coroutine_threadsafe(close(), loop)
 
 
+def first_server(ranks: Ranks, count: int) -> int:
+    """Return the index of the server that a rank chooses first, of `count`."""
+    return ranks.rank * count // ranks.size
+
+
 class VLLMBackend(RolloutBackend):
     """Draws completions on vLLM servers, at most max_num_seqs at once on all of them together.
 
@@ -460,7 +465,7 @@ class VLLMBackend(RolloutBackend):
             raise ValueError(
                 "weights go over NCCL only from a single process; start the servers without --weight-transfer-config"
             )
-        self.first = ranks.rank * len(self.servers) // ranks.size
+        self.first = first_server(ranks, len(self.servers))
         with self._no_revival():
             self._end_loading()
             # Requests that waited for the last weights are sent first. Otherwise, they would wait for these too.

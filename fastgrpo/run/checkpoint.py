@@ -95,11 +95,9 @@ def _copy_processor(source, path):
     from transformers.utils import cached_file
 
     for name in ("preprocessor_config.json", "processor_config.json"):
-        found = cached_file(
-            source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-        )
-        if found is not None:
-            shutil.copy(found, path / name)
+        with contextlib.suppress(OSError):  # a model made in memory, or without network, has no such file
+            if source and (found := cached_file(source, name, _raise_exceptions_for_missing_entries=False)):
+                shutil.copy(found, path / name)
 
 
 def checkpoints(run_dir: str | Path) -> dict[int, Path]:

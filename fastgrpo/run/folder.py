@@ -105,6 +105,8 @@ class RunFolder:
         """Delete all files and folders that runs made. Everything else stays."""
         for path in self.made():
             self.remove(path.name)
+        if gone := made_in(self.path):  # deleted by a person
+            note(self.path, *gone, gone=True)
 
 
 def lock(path: Path) -> FileLock:

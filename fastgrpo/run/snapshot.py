@@ -29,6 +29,7 @@ The next update waits for the copies, on the GPU; the thread that writes a check
 import copy
 import json
 import logging
+import os
 import pickle
 import random
 import re
@@ -190,7 +191,8 @@ class HostCopies:
         unless it has been released.
         """
         copies, started, could_pin = {}, set(), self._obstacle is None
-        if could_pin and not self._free and _pinned_bytes(tree) > psutil.virtual_memory().available / 2:
+        share = psutil.virtual_memory().available / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this process
+        if could_pin and not self._free and _pinned_bytes(tree) > share:
             self._obstacle = "pinned copies would take more than half of the free memory"
         self._used, self._pageable = [], 0  # memory of an unreleased set is still read
 

@@ -171,7 +171,7 @@ def _known(folder, name, new):
             known = {name: new, **known, "folder": here}
             folder.claim(KNOWN).write_text(json.dumps(known, indent=2) + "\n")
         return {key: str(known[name][key]) for key in new}
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} cannot be read ({type(error).__name__}: {error!s:.100}); delete it to start a new run in the "
             f"trackers, or leave {name} out of report_to"

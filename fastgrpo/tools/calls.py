@@ -80,6 +80,7 @@ class Worker:
     def _work(self):
         while (job := self.jobs.get()) is not None:
             job()
+            del job  # it refers to the environment
 
 
 class _Loop:

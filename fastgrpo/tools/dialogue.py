@@ -149,7 +149,9 @@ class Dialogue:
         return StopReason.ENV_DONE if done else None
 
     def _says(self, name):
-        value = getattr(self.episode.environment, name, False)
+        if self.environment is None:
+            return False
+        value = in_thread(getattr, self.environment, name, False, worker=self.episode.box.worker).result()
         return not callable(value) and bool(value)  # a method of this name is a tool
 
 

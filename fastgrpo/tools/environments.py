@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -67,6 +68,7 @@ class Environments:
         self.timeout, self.active, self.warned = timeout, {}, False
         self.boxes, self.idle, self.resets = {}, {}, {}
         self.workers = {}  # the thread of each instance, by its id
+        weakref.finalize(self, _close, self.workers)
         kinds = {}
         for name, make in self.factories.items():
             self.idle[name] = deque()
@@ -85,6 +87,7 @@ class Environments:
         try:
             instance = in_thread(make, worker=worker).result()
         except Exception as error:
+            worker.close()
             raise ValueError(f"{shown} cannot be made: {type(error).__name__}: {error}") from error
         if not callable(getattr(instance, "reset", None)):
             raise ValueError(f"{shown} made a {type(instance).__name__}, which has no method reset; add one")
@@ -201,6 +204,11 @@ class Environments:
                 self.workers.pop(id(episode.environment)).close()
             else:
                 self.idle[episode.name].append(episode.environment)
+
+
+def _close(workers):
+    for worker in workers.values():
+        worker.close()
 
 
 def _messages(row):

@@ -722,6 +722,8 @@ def plan_run(
     if unplannable(outlined):
         return None
     outlined, sizes = without_weights(outlined), {"ranks": ranks.size, "judges": judges, "waits": waits}
-    sizes["prompt_tokens"] = max(prompt_tokens, PROMPT_TOKENS)
+    context = getattr(outlined.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    # The check of rows reports a prompt beyond the context.
+    sizes["prompt_tokens"] = max(int(min(prompt_tokens, context)), PROMPT_TOKENS)
     kind = {"dtype": choose_dtype(config.dtype, device), "device": device, "releases": releases}
     return plan(config, outlined, room=room, **kind, **sizes)

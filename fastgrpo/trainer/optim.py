@@ -6,6 +6,7 @@ gradients and moments. After each step the masters are copied into the module's 
 """
 
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -17,6 +18,8 @@ from transformers import get_scheduler
 
 from fastgrpo.policy.shard import fill, local
 from fastgrpo.ranks import Ranks
+
+_HOOKS = {}  # by the id of a parameter below fp32: the hook that moves its gradient to the newest master
 
 
 class MasterAdamW:
@@ -68,8 +71,7 @@ class MasterAdamW:
         self.adamw = AdamW8bit(**settings, eps=eps)
 
     def _master(self, parameter):
-        earlier = vars(parameter).pop("hook_to_master", None)  # of an earlier trainer of this model
-        if earlier is not None:
+        if earlier := _HOOKS.pop(id(parameter), None):  # of an earlier trainer of this model
             earlier.remove()
         if parameter.dtype in (torch.float32, torch.float64):
             return parameter
@@ -83,7 +85,8 @@ class MasterAdamW:
                 master.grad.add_(parameter.grad)  # in fp32; on a GPU without a copy of parameter.grad
             parameter.grad = None
 
-        parameter.hook_to_master = parameter.register_post_accumulate_grad_hook(move)
+        _HOOKS[id(parameter)] = parameter.register_post_accumulate_grad_hook(move)
+        weakref.finalize(parameter, _HOOKS.pop, id(parameter), None)
         return master
 
     @torch.no_grad()

@@ -65,7 +65,7 @@ def checked(args: Any, tokenizer: Any, kind: type[TrainingConfig]) -> TrainingCo
         remedy = "its .tokenizer" if hasattr(tokenizer, "tokenizer") else "a tokenizer of transformers"
         raise ValueError(f"processing_class is of type {type(tokenizer).__name__}; pass {remedy}")
     check_packages(args)
-    if args.push_to_hub and get_token() is None:
+    if args.push_to_hub and os.environ.get("RANK", "0") == "0" and get_token() is None:
         raise ValueError("push_to_hub needs a login: run `hf auth login`, or set HF_TOKEN")
     return args
 
@@ -179,7 +179,7 @@ class Made:
 
 
 def longest_prompt(rows: Rows, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> int:
-    """Return the tokens of the longest prompt, without tools. It is among those with the most characters."""
+    """Estimate the tokens of the longest prompt, without tools, from the eight with the most characters."""
     longest = heapq.nlargest(8, rows, key=lambda row: len(str(row.get("prompt"))))
     try:
         return max((len(to_prompt(row, tokenizer, template_kwargs).ids) for row in longest), default=0)
@@ -207,9 +207,10 @@ def make_policy(
             f"parallel={args.parallel} needs several processes, and there is only one; start the run with torchrun "
             "--nproc_per_node N -m fastgrpo.train ..., or omit parallel. One process can use fsdp2_offload"
         )
-    tokens = 0
-    if rows is not None and choose_device(args.device).type == "cuda":
-        source = tokenizer or load_tokenizer(getattr(model, "name_or_path", model), args.trust_remote_code)
+    tokens, path = 0, getattr(model, "name_or_path", model)
+    known = tokenizer is not None or (isinstance(path, (str, Path)) and str(path))  # a model in memory has no path
+    if rows is not None and known and choose_device(args.device).type == "cuda":
+        source = tokenizer or load_tokenizer(path, args.trust_remote_code)
         tokens = longest_prompt(rows, source, args.template_kwargs)
     plan = plan_run(args, model, ranks=ranks, rewards=rewards, waits=waits, prompt_tokens=tokens)
     if plan:

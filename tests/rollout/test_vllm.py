@@ -23,6 +23,7 @@ from updates import asynchronous, mixed_samples, rising
 
 from fastgrpo.check import main as check
 from fastgrpo.policy.lora import add_lora
+from fastgrpo.ranks import Ranks
 from fastgrpo.rollout import vllm
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
@@ -423,7 +424,7 @@ def test_ranks_begin_with_different_servers(serve):
     backend, firsts = backend_of(serve(3), tiny.model("smollm3-like")), []
     backend.sync()
     for rank in range(6):
-        backend.first = rank * 3 // 6
+        backend.first = vllm.first_server(Ranks(rank, 6), 3)
         chosen = asyncio.run(backend._choose())
         firsts.append([server is chosen for server in backend.servers].index(True))
     assert firsts == [0, 0, 1, 1, 2, 2]
