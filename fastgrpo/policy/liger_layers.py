@@ -84,7 +84,7 @@ def _obstacle(model, device):
     if missing:
         return missing
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
-        return "needs a GPU of compute capability 8.0 or later for bfloat16"
+        return "needs a GPU of compute capability 8.0 or later"
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     name = model.config.model_type

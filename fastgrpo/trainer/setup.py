@@ -180,10 +180,10 @@ class Made:
 
 def longest_prompt(rows: Rows, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> int:
     """Estimate the tokens of the longest prompt, without tools, from the eight with the most characters."""
-    longest = heapq.nlargest(8, rows, key=lambda row: len(str(row.get("prompt"))))
     try:
+        longest = heapq.nlargest(8, rows, key=lambda row: len(str(row.get("prompt"))))
         return max((len(to_prompt(row, tokenizer, template_kwargs).ids) for row in longest), default=0)
-    except ValueError:  # an invalid row, which the check of all rows reports
+    except (ValueError, AttributeError):  # an invalid row, which the check of all rows reports
         return 0
 
 
