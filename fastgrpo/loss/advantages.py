@@ -66,11 +66,11 @@ def group_advantages(
     centred = torch.where(low < high, centred, 0.0)
     deviation = None
     if scale == "group":
-        deviation = _sample_std(centred, given, dim=1)
+        deviation = sample_std(centred, given, dim=1)
     elif scale == "batch":
         values = torch.where(given, groups, 0.0).flatten()
         values = torch.where(given.flatten(), values - values.sum() / given.sum().clamp(min=1), 0.0)
-        deviation = _sample_std(values, given.flatten(), dim=0)
+        deviation = sample_std(values, given.flatten(), dim=0)
     if baseline == "leave_one_out":
         # r_i - (mean of the others) = (r_i - mean) n / (n - 1), with n rewards that are not NaN (arXiv 2402.14740)
         count = given.sum(1, keepdim=True)
@@ -118,7 +118,7 @@ def decoupled_advantages(
             f"weights must keep the weighted sums of advantages at most {LARGEST} in absolute value, got "
             f"{weights.tolist()}; use smaller weights"
         )
-    deviation = _sample_std(total, ~rewards.isnan().all(1), dim=0)
+    deviation = sample_std(total, ~rewards.isnan().all(1), dim=0)
     return _clipped(_standardized(total, deviation, eps), clip)
 
 
@@ -179,7 +179,7 @@ def _clipped(advantages, clip):
     return advantages.clamp(-clip, clip)
 
 
-def _sample_std(centred, given, dim):
+def sample_std(centred: torch.Tensor, given: torch.Tensor, dim: int) -> torch.Tensor:
     """Return sqrt(sum of squares / (n - 1)) over the n given entries, 0 if n < 2. `centred` is 0 at the others."""
     count = given.sum(dim, keepdim=True)
     return (centred.square().sum(dim, keepdim=True) / (count - 1).clamp(min=1)).sqrt()

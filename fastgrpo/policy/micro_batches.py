@@ -30,7 +30,7 @@ def micro_batches(
 ) -> list[list[int]]:
     """Split samples into micro-batches of at most `max_tokens` inputs, and return the sample indices of each.
 
-    `padded` counts padding, too, for models that are not packed; prompts are then not shared.
+    For models that run padded sequences, `padded` counts the padding, and the prompt of each sample.
 
     Samples that share a prompt count it once and stay in one micro-batch. Such a group is split if it exceeds
     `max_tokens`. It is also split if it fits into no micro-batch, and there is already one more than all tokens need.
@@ -91,9 +91,9 @@ class _Bins:
 
 @dataclass(frozen=True)
 class Dealer:
-    """Distributes samples over ranks. `lockstep`: all ranks must run equally many passes, see `Policy.lockstep`.
+    """Distributes samples over ranks.
 
-    `padded` is that of `micro_batches`.
+    With `lockstep`, all ranks run equally many passes (see `Policy.lockstep`). `padded`: see `micro_batches`.
     """
 
     max_tokens: int

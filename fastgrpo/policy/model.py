@@ -50,7 +50,7 @@ def padded_outputs(model: PreTrainedModel, batch: Batch, **more: Any) -> tuple[A
 
 
 def decoder_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """Return the layers of a model, without those of a vision tower."""
+    """Return the layers of a model's decoder. A vision tower is left out."""
     return [module for module in model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
 
 

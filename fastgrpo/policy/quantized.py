@@ -81,7 +81,7 @@ def quantize(model: PreTrainedModel, name: str, device: torch.device | str) -> P
         return model.to(device)
     if device.type != "meta":
         import bitsandbytes  # noqa: F401 - it registers its operators
-    # Subclasses, such as routers, may compute something else. A vision tower stays as it is: it never runs.
+    # Skip subclasses such as routers, which may compute something else, and the vision tower, which never runs.
     own = {*model.get_decoder().modules()} - {lm_head}
     named = [(path, it) for path, it in model.named_modules() if type(it) is torch.nn.Linear and it in own]
     linear = [(path, it) for path, it in named if ADAPTER not in path]

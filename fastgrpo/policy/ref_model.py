@@ -44,9 +44,7 @@ def score(
     many micro-batches. Returns values [..., T] for each sample, by default fp32 log-probs in nats.
     """
     values = [None] * len(samples)
-    parts = micro_batches(
-        samples, scoring.max_tokens, scoring.share_prompt and not policy.own_attention, policy.own_attention
-    )
+    parts = micro_batches(samples, scoring.max_tokens, scoring.share_prompt, policy.own_attention)
     for indices in parts:
         part = [samples[i] for i in indices]
         batch = Batch.pack(part, policy.device, scoring.share_prompt)

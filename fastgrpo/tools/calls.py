@@ -114,7 +114,7 @@ _THREADS, _LOOP = _Threads(), _Loop()
 
 
 def in_thread(function: Callable, *args: Any, worker: Worker | None = None) -> Future:
-    """Run a function in a daemon thread, that of `worker` if given."""
+    """Run a function in the thread of `worker`, or if None in any daemon thread."""
     future = Future()
 
     def run():

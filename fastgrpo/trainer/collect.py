@@ -30,7 +30,7 @@ from fastgrpo.data.prompts import copied, shortened
 from fastgrpo.data.records import Prompt, Sample, StopReason, TrainerState
 from fastgrpo.data.sources import Source
 from fastgrpo.data.token_text import TokenText
-from fastgrpo.loss.advantages import decoupled_advantages, group_advantages, process_advantages
+from fastgrpo.loss.advantages import decoupled_advantages, group_advantages, process_advantages, sample_std
 from fastgrpo.policy.fit import check_prompts
 from fastgrpo.policy.model import Policy
 from fastgrpo.ranks import ALONE, Ranks
@@ -357,9 +357,12 @@ def reward_metrics(samples: Sequence[Sample], totals: torch.Tensor, spread: Sequ
     # The size of an advantage is the mean over the tokens where each has its own.
     sizes = [abs(s.advantage) if s.token_advantages is None else _mean_size(s.token_advantages) for s in samples]
     informative = sum(spread) / len(spread)
+    groups = totals.view(len(spread), -1)
+    known = ~groups.isnan()
+    deviations = sample_std(torch.where(known, groups - groups.nanmean(1, keepdim=True), 0.0), known, dim=1)[:, 0]
     values = {
         "reward": totals.nanmean().item(),
-        "reward_std": _deviations(totals.view(len(spread), -1)).nanmean().item(),
+        "reward_std": deviations[known.sum(1) > 1].mean().item(),
         "accuracy": (per_function[:, 0] >= 1).double().mean().item(),
         "frac_reward_zero_std": 1 - informative,
         "frac_informative": informative,
@@ -372,14 +375,6 @@ def reward_metrics(samples: Sequence[Sample], totals: torch.Tensor, spread: Sequ
             values[f"rewards/{name}/mean"] = given.mean().item()
             values[f"rewards/{name}/std"] = given.std(correction=min(1, len(given) - 1)).item()
     return {name: value for name, value in values.items() if not math.isnan(value)}
-
-
-def _deviations(totals):
-    """Compute the standard deviation of each group [groups, G] over its rewards; NaN if fewer than 2 are given."""
-    given = ~totals.isnan()
-    centred = torch.where(given, totals - totals.nanmean(1, keepdim=True), 0.0)
-    others = given.sum(1) - 1
-    return (centred.square().sum(1) / others).sqrt().where(others > 0, math.nan)
 
 
 def _mean_size(of_tokens):

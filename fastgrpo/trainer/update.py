@@ -57,8 +57,7 @@ class Learner:
     ):
         self.policy, self.optimizer, self.schedule = policy, optimizer, schedule
         self.max_grad_norm = max_grad_norm
-        padded = policy.own_attention
-        self.dealer = Dealer(max_tokens, share_prompt and not padded, ranks, policy.lockstep, padded)
+        self.dealer = Dealer(max_tokens, share_prompt, ranks, policy.lockstep, policy.own_attention)
         self.timer, self.ranks = timer or StageTimer(policy.device), ranks
         self.after_backward = self.after_update = None  # called after each
 
