@@ -72,4 +72,11 @@ def finish(
     benchmark.extra_info.update(rows=rows, missing=missing, bars=bars)
     if keep:
         append([{**rows[0], "bars": bars}, *rows[1:]], DEVICE)
-    benchmark.pedantic(call, rounds=rounds)
+
+    def finished():
+        call()
+        if CUDA:  # its kernels, and not only their launches
+            torch.cuda.synchronize()
+
+    finished()
+    benchmark.pedantic(finished, rounds=rounds)

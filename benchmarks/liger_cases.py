@@ -116,6 +116,7 @@ def truth(p, knobs, num_items=None, token_weights=None):
     clip = (1 - knobs["epsilon_low"], 1 + knobs["epsilon_high"])
     objective = SimpleNamespace(
         **{**vars(Objective()), **knobs}, surrogate=LOSS_TYPES[kind][0], importance_bounds=(0.0, torch.inf),
+        clip_high=knobs["epsilon_high"],
         ratio_bounds={"clip": clip, "cispo": (0.0, knobs["epsilon_high"])}.get(LOSS_TYPES[kind][0], (0.0, torch.inf)),
     )  # fmt: skip
     objective.epsilon, objective.importance_sampling_mode = knobs["epsilon_low"], "token_truncate"

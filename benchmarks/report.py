@@ -47,7 +47,7 @@ NAMES = {
     "trl": "TRL", "full logits": "PyTorch, full logits", "transformers generate": "transformers",
     "a prompt each": "the prompt computed 8 times",
 }  # fmt: skip
-FLOOR = "bare products"  # matrix products without a loss: a bound, not a contestant
+FLOORS = ("bare products", "one product")  # matrix products without a loss: bounds, not contestants
 
 
 def newest(path: Path) -> dict[str, list[dict]]:
@@ -101,7 +101,7 @@ def summary(found: dict[str, list[dict]]) -> str:
     lines = [["what", "against", "fastgrpo", "other", "times as fast", "share of memory"], ["---"] * 6]
     for benchmark, case, what, peer in SUMMARY:
         rows = [row for row in found.get(benchmark, []) if row.get("case") == case and _timed(row)]
-        ours = [row for row in rows if row["variant"].startswith(MINE) and "forward only" not in row["variant"]]
+        ours = [row for row in rows if row["variant"].startswith(MINE) and not _other_call(row)]
         for other in (row for row in rows if row["variant"] == peer):
             same = [row for row in ours if all(row.get(key) == other.get(key) for key in ("model", "n", "d", "v"))]
             mine = min(same, key=lambda row: row["ms_p50"])
@@ -141,7 +141,7 @@ def _lines_of(measured):
     """Return the cells of the header, and of one line per variant and shape."""
     mine = {}
     for row in measured:
-        if row["variant"].partition(",")[0] == MINE and "tolerance" not in row:
+        if row["variant"].partition(",")[0] == MINE and "tolerance" not in row and not _other_call(row):
             mine[_case(row)] = min(row["ms_p50"], mine.get(_case(row), row["ms_p50"]))
     cells = [[of(row, mine) for of in COLUMNS.values()] for row in measured]
     used = [i for i, column in enumerate(zip(*cells, strict=True)) if any(column)]  # drop empty columns
@@ -160,6 +160,15 @@ def _timed(row):
     return "ms_p50" in row
 
 
+def _forward_only(row):
+    return row["variant"].endswith(("forward only", "one product"))
+
+
+def _other_call(row):
+    """Return whether a variant of ours is not the public call with gradients."""
+    return _forward_only(row) or "chunks of" in row["variant"]
+
+
 def _number(key, form):
     return lambda row, mine: "" if row.get(key) is None else format(row[key], form)
 
@@ -173,7 +182,9 @@ COLUMNS = {
     "liger's layers": lambda row, mine: {True: "yes", False: "no"}.get(row.get("liger"), ""),
     "ms": lambda row, mine: f"{row['ms_p50']:.2f} ({row['ms_p20']:.2f} to {row['ms_p80']:.2f})" if _timed(row) else "",
     f"x {MINE}": lambda row, mine: (
-        f"{row['ms_p50'] / mine[_case(row)]:.2f}" if _timed(row) and _case(row) in mine else ""
+        f"{row['ms_p50'] / mine[_case(row)]:.2f}"
+        if _timed(row) and _case(row) in mine and not _forward_only(row)
+        else ""
     ),
     "kept": _number("kept", ".1%"),
     "dropped, of tau": _number("dropped_of_tolerance", ".3f"),
@@ -268,7 +279,8 @@ def overview(found: dict[str, list[dict]]) -> list[tuple[str, list[dict]]]:
     for benchmark, what in OVERVIEW.items():
         cases = {}
         for row in found.get(benchmark, []):
-            if "missing" not in row and row["variant"] != FLOOR and row.get("case") in what:
+            bound = row["variant"] in FLOORS or _other_call(row)
+            if "missing" not in row and not bound and row.get("case") in what:
                 cases.setdefault((row.get("case"), *_case(row)), []).append(row)
         groups += [(what[case].format(**rows[0]), rows) for (case, *_), rows in cases.items()]
     return groups
