@@ -915,6 +915,8 @@ class LinearGRPO(torch.autograd.Function):
             h = _gather(hidden, rows.index, rows.active, part)
             stats, exps = linear_logprob_fwd(h, weight, bias, rows.targets[part], t, cut(ts, part), softcap, keep,
                                              with_entropy, keep and bonus is not None, chunk_rows, group)  # fmt: skip
+            if rows.active is not None:  # the target of the others is token 0, which a bias may make impossible
+                stats[0].masked_fill_(~rows.active[part], 0)
             return h, stats, exps
 
         m = len(rows.targets)

@@ -131,7 +131,7 @@ def policy_parts(
         return parts, None
     lengths = rows.host_lengths
     if lengths is None and rows.active is None and not torch.compiler.is_compiling():
-        lengths = rows.lengths.tolist()  # the rows have already cost a sync
+        lengths = rows.lengths.tolist()  # waits for the device, where `rows` or `cu_seqlens` are
     if lengths is not None and max(lengths) <= size:
         return sequence_slices(lengths, size), None
     return parts, policy_loss_fwd(forward_only(), rows, objective)

@@ -224,14 +224,14 @@ def _clip(tokens, objective):
     The first r is clamped to at most delta (INTELLECT-2, arXiv 2505.07291 eq. 2).
     """
     ratio, advantages = tokens.ratio, tokens.advantages
-    clipped = ratio.clamp(1 - objective.epsilon, 1 + objective.epsilon_high)
+    clipped = ratio.clamp(1 - objective.epsilon, 1 + objective.clip_high)
     bounded = ratio if objective.delta is None else ratio.clamp(max=objective.delta)
     return -torch.min(bounded * advantages, clipped * advantages)
 
 
 def _cispo(tokens, objective):
     """s = -sg(min(r, epsilon_high)) A logp (arXiv 2506.13585)."""
-    return -tokens.ratio.clamp(max=objective.epsilon_high).detach() * tokens.advantages * tokens.logps
+    return -tokens.ratio.clamp(max=objective.clip_high).detach() * tokens.advantages * tokens.logps
 
 
 def _sapo(tokens, objective):

@@ -39,7 +39,7 @@ ROWS, MOST_ROWS = 256, 4096  # rows of a sample; its maximum if it must hold who
 VALUES, GRADIENTS = 5e-4, 1e-2
 TF32 = 20  # factor of the tolerances if fp32 products may be rounded to TF32
 OUTLIERS = 100  # one row in 100 may differ, such as a ratio that rounds to the other side of the clip range
-REPORT = "Please report this line together with what `python -m fastgrpo.doctor --check` prints."
+REPORT = "Please report this line together with what `python -m fastgrpo.doctor --check` (extra train) prints."
 
 _verdicts = {}  # (kernel, device, variant) -> whether it is trusted
 

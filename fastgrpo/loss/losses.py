@@ -368,7 +368,7 @@ def _sampler_metrics(importance, gap, active, count):
     known = ~gap.isnan() if active is None else ~gap.isnan() & active
     gap = torch.where(known, gap, 0.0)
     nothing = importance.new_zeros(1)
-    lowest = importance if active is None else torch.where(active, importance, torch.inf)
+    lowest = importance if active is None else torch.where(active | ~active.any(), importance, torch.inf)
     return {
         "sampling/importance_sampling_ratio/min": lowest.amin() if len(importance) else nothing[0],
         "sampling/importance_sampling_ratio/mean": importance.sum() / count,

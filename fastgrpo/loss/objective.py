@@ -140,8 +140,6 @@ class Objective:
             if getattr(self, name) is not None or name not in OPTIONAL:
                 interval.check(name, getattr(self, name))
         self._check_combinations()
-        if self.epsilon_high is None:
-            object.__setattr__(self, "epsilon_high", self.epsilon)
 
     def _check_combinations(self):
         loss, level = self.loss_type, self.importance_sampling_level
@@ -196,11 +194,16 @@ class Objective:
         return LOSS_TYPES[self.loss_type][0]
 
     @property
+    def clip_high(self) -> float:
+        """epsilon_high, or epsilon if it is None."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
     def ratio_bounds(self) -> tuple[float, float]:
         """The bounds (low, high) of the ratio in the surrogate; (0, inf) if it has none."""
         if self.surrogate == "clip":
-            return 1 - self.epsilon, 1 + self.epsilon_high
-        return 0.0, self.epsilon_high if self.surrogate == "cispo" else math.inf
+            return 1 - self.epsilon, 1 + self.clip_high
+        return 0.0, self.clip_high if self.surrogate == "cispo" else math.inf
 
     @property
     def importance_bounds(self) -> tuple[float, float]:
@@ -228,17 +231,22 @@ class Objective:
         """Compute w_n, the weight of each token.
 
         Args:
-            mask: [N] bool, the tokens that count.
-            cu_seqlens: [S+1] int64, needed by grpo, sapo, luspo and dr_grpo.
+            mask: [B, T] or [N] bool, the tokens that count.
+            cu_seqlens: [S+1] int64, needed by grpo, sapo, luspo and dr_grpo for a mask [N].
             num_items_in_batch: Tokens of the whole step, read by dapo, cispo and vespo. None means mask.sum(). Values
                 below 1 count as 1.
             dtype: dtype of the arithmetic and the weights, torch.float32 or torch.float64.
 
         Returns:
-            [N] in `dtype`, 0 where the mask is 0.
+            The shape of the mask, in `dtype`, 0 where the mask is 0.
         """
-        divisor = DIVISORS[LOSS_TYPES[self.loss_type][1]]
-        return mask.to(dtype) / divisor(mask, dtype, cu_seqlens, num_items_in_batch, self.max_completion_length)
+        aggregation, flat = LOSS_TYPES[self.loss_type][1], mask.flatten()
+        if mask.ndim == 2:
+            cu_seqlens = torch.arange(len(mask) + 1, device=mask.device) * mask.shape[1]
+        if cu_seqlens is None and aggregation.startswith("sequence"):
+            raise ValueError(f"loss_type={self.loss_type!r} needs cu_seqlens, or a mask [B, T]")
+        divisor = DIVISORS[aggregation](flat, dtype, cu_seqlens, num_items_in_batch, self.max_completion_length)
+        return (flat.to(dtype) / divisor).view(mask.shape)
 
     def entropy_weights(
         self, mask: torch.Tensor, num_items_in_batch: int | torch.Tensor | None = None,

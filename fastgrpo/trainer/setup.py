@@ -19,7 +19,7 @@ from fastgrpo.data.prompts import to_prompt
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.evaluation.heldout import Evaluation
 from fastgrpo.policy.device import check_packages, choose_device
-from fastgrpo.policy.load import load_tokenizer, policy_and_tokenizer
+from fastgrpo.policy.load import load_tokenizer, policy_and_tokenizer, read_json
 from fastgrpo.policy.lora import (
     base_weights,
     is_wrapper,
@@ -88,7 +88,10 @@ def with_adapters(model: Any, peft_config: Any, args: TrainingConfig) -> tuple[A
     """Return the bare model, the settings of its adapters, and peft's wrapper or None."""
     wrapped = is_wrapper(model)
     if wrapped and peft_config is not None:
-        raise ValueError("model is a PeftModel and peft_config is set; pass model.merge_and_unload() with peft_config")
+        raise ValueError(
+            "model is a PeftModel and peft_config is set; save model.merge_and_unload() and the tokenizer to a folder, "
+            "and pass the folder with peft_config"
+        )
     if not wrapped and peft_config is None:
         if args.load_in_4bit and not args.use_peft:
             raise ValueError("load_in_4bit freezes the weights, and only adapters can be trained; pass --use_peft True")
@@ -115,7 +118,7 @@ def refuse_images(rows: Iterable[Mapping]) -> None:
 
 def advice(args: TrainingConfig) -> list[str]:
     """Return warnings about combinations of loss settings, as TRL does."""
-    loss, cap, told = args.loss_type, args.objective.epsilon_high, []
+    loss, cap, told = args.loss_type, args.objective.clip_high, []
     if args.importance_sampling_level == "sequence" and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
         told.append(
             f"importance_sampling_level='sequence' with the '{loss}' loss sums per-token contributions, which "
@@ -236,6 +239,8 @@ def make_policy(
     digest = digest_of_weights(base_weights(policy.module)) if needed else None
     refuse_differences(ranks, weights_of_the_model=digest)
     refuse_adapters(policy.module)
+    if args.use_peft and isinstance(model, PreTrainedModel) and model.name_or_path:
+        _refuse_resized(model)
     if wrapper is not None:
         taken_over(wrapper)
     elif args.use_peft:
@@ -256,6 +261,17 @@ def make_policy(
         )
     policy.offloads = args.activation_offloading
     return Made(policy, tokenizer, plan, digest if args.keeps_first_weights else None, parallel, why, wrapper)
+
+
+def _refuse_resized(model):
+    """Raise if an embedding was resized in memory: checkpoints hold only adapters and the name of the base."""
+    rows = read_json(model.name_or_path, "config.json", local_files_only=True).get("vocab_size")
+    if rows and rows != len(model.get_input_embeddings().weight):
+        raise ValueError(
+            f"the model has {len(model.get_input_embeddings().weight)} embeddings and {model.name_or_path} has {rows}, "
+            "and checkpoints with LoRA do not contain embeddings; save the model and its tokenizer to a folder, and "
+            "pass the folder"
+        )
 
 
 def keep_activations(model: PreTrainedModel, recomputed: int) -> None:

@@ -1,6 +1,7 @@
 """The knobs of the loss: the weights of tokens without sequences, and which knobs are refused."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,17 @@ NAN, INF = math.nan, math.inf
 @pytest.mark.parametrize("loss_type", ["bnpo", "dapo"])
 def test_kept_tokens_of_no_sequence_weigh_the_same(loss_type):
     assert Objective(loss_type).token_weights(torch.tensor([1, 0, 1]).bool()).tolist() == [0.5, 0, 0.5]
+
+
+def test_a_padded_mask_needs_no_boundaries():
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
+    assert Objective("grpo").token_weights(mask).tolist() == [[0.25, 0.25, 0], [0.5, 0, 0]]
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        Objective("grpo").token_weights(mask[0])
+
+
+def test_the_upper_bound_follows_epsilon():
+    assert replace(Objective(), epsilon=0.1).ratio_bounds == (0.9, 1.1)
 
 
 # the knob that the error names, and settings that are refused

@@ -48,6 +48,8 @@ def spoilt(hidden, kwargs):
 def test_linear_grpo_loss(name, known_to, batch, monkeypatch):
     hidden, weight, kwargs = batch
     kwargs = arguments(name, kwargs)
+    kwargs |= {"targets": kwargs["targets"].clamp(min=1), "bias": torch.zeros(V)}
+    kwargs["bias"][0] = -math.inf  # the id that stands for the targets of rows that are not kept
     theirs = run(linear_grpo_loss, (hidden, weight), kwargs, "chunked", factor=1.7)
     hidden, kwargs = spoilt(hidden, kwargs)
     if known_to == "device":
@@ -108,7 +110,7 @@ def test_sequence_level_ratios_where_only_the_device_knows_the_rows(batch, monke
 @pytest.mark.parametrize("loss", (linear_grpo_loss, slow(logits_grpo_loss)))
 def test_a_batch_without_a_kept_row(loss, batch, monkeypatch):
     hidden, weight, kwargs = batch
-    kwargs["mask"] = torch.zeros(N, dtype=torch.bool)
+    kwargs |= {"mask": torch.zeros(N, dtype=torch.bool), "sampler_logps": torch.zeros(N)}
     tensors = (hidden, weight) if loss is linear_grpo_loss else (hidden @ weight.T,)
     for known_to in ("host", "device"):
         if known_to == "device":
