@@ -32,7 +32,7 @@ from fastgrpo.policy.device import cast, check_folder, choose_device, choose_dty
 from fastgrpo.policy.dry_run import dry_run
 from fastgrpo.policy.gguf import complete, find_gguf, set_special_tokens, source_of, unpacked
 from fastgrpo.policy.liger_layers import apply_liger
-from fastgrpo.policy.lora import has_adapters, read_adapters, refuse_wrappers
+from fastgrpo.policy.lora import check_adapters, has_adapters, read_adapters, refuse_wrappers
 from fastgrpo.policy.model import Policy, narrow_window
 from fastgrpo.policy.quantized import quantize
 
@@ -210,6 +210,8 @@ def load_model(
             output_loading_info=True,
             **unpacked(gguf),
         )
+    if has_adapters(model):
+        check_adapters(path, model)
     _check_weights(path, model, report)
     if gguf:
         complete(model, path)

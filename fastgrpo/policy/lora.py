@@ -8,6 +8,7 @@ its adapters, and needs no copy in memory.
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ def wrap_lora(
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     refuse_adapters(model)
     names = list(target_modules) or None
@@ -48,6 +50,10 @@ def wrap_lora(
         own = {*model.get_decoder().modules()} - {model.get_output_embeddings()}  # without a vision tower
         names = [name for name, module in model.named_modules() if _is_linear(module) and module in own]
     config = LoraConfig(r=r, lora_alpha=alpha, lora_dropout=0.0, target_modules=names, task_type="CAUSAL_LM")
+    if "all-linear" in target_modules:  # peft takes some names for fused experts, also those of a dense MLP beside them
+        found = copy.deepcopy(config)
+        convert_peft_config_for_transformers(found, model, None)
+        config.target_modules = set(found.target_modules)
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         try:
@@ -80,7 +86,17 @@ def taken_over(wrapper: "PeftModel") -> "PeftModel":
     model = wrapper.get_base_model()
     model._hf_peft_config_loaded = True
     model.disable_input_require_grads()  # peft adds its own hook on the embedding
+    tuner = wrapper.base_model
+    # Not a closure, so that a deep copy of the wrapper unloads the copy.
+    tuner._unload_and_optionally_merge = functools.partial(_unloaded, tuner._unload_and_optionally_merge)
     return wrapper.eval()
+
+
+def _unloaded(unload, *args, **options):
+    """Merge or remove the adapters, as peft does, and tell transformers that the model has none."""
+    model = unload(*args, **options)
+    model._hf_peft_config_loaded = False
+    return model
 
 
 def base_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -93,7 +109,8 @@ def refuse_adapters(model: PreTrainedModel) -> None:
     """Raise if a model has adapters, because the model without them would become the reference."""
     if has_adapters(model):
         raise ValueError(
-            "the model has adapters already; start from merged weights (a run with use_peft writes them to merged/)"
+            "the model has adapters already; start from merged weights: a run with use_peft writes them to merged/ at "
+            "its end; for a checkpoint, save peft's merge_and_unload() and the tokenizer to a folder"
         )
 
 
@@ -101,14 +118,33 @@ def refuse_wrappers(model: Any) -> None:
     """Raise for peft's wrapper of a model."""
     if is_wrapper(model):
         raise ValueError(
-            "model is a PeftModel; pass model.merge_and_unload() to train all of its weights, or its base model with "
-            "use_peft=True to train new adapters"
+            "model is a PeftModel; pass model.merge_and_unload() to train all of its weights; to train new adapters, "
+            "save that model and its tokenizer to a folder, and pass the folder with use_peft=True"
         )
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
     """Return whether a model has adapters, from `add_lora` or from a file."""
     return getattr(model, "_hf_peft_config_loaded", False)
+
+
+def check_adapters(path: str | Path, model: PreTrainedModel) -> None:
+    """Raise if the adapters that were loaded with a model are more than LoRA of linear layers inside it."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    config = model.peft_config["default"]
+    other = "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters"
+    found = [name for name in (*other, "alora_invocation_tokens") if getattr(config, name, None)]
+    if config.peft_type != "LORA":
+        found = [f"peft_type {config.peft_type}"]
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if isinstance(layer, BaseTunerLayer):
+            found.append("target_modules that name the embedding or the head")
+    if found:
+        raise ValueError(
+            f"model {str(path)!r} has adapters with {', '.join(found)}, which are not supported; merge them with "
+            "peft's merge_and_unload(), and save the merged model to a folder"
+        )
 
 
 @contextmanager
@@ -232,7 +268,9 @@ def unwrapped(wrapper: Any, moved: bool) -> tuple[PreTrainedModel, dict[str, Any
     learned = [name for name, value in model.named_parameters() if ".lora_B." in name and torch.any(value != 0)]
     if learned and not moved:
         raise ValueError(
-            "model is a PeftModel with trained adapters, and the KL would be to the model without them; pass "
-            "model.merge_and_unload() with a peft_config, or set beta to 0"
+            "model is a PeftModel with trained adapters, and the KL would be to the model without them; save "
+            "model.merge_and_unload() and the tokenizer to a folder, and pass the folder with a peft_config, or set "
+            "beta to 0"
         )
+    model._hf_peft_config_loaded = False  # set by an earlier trainer; `taken_over` sets it again
     return model, settings

@@ -77,13 +77,18 @@ def model_card(
         "## Data": _data(args, data, rows, rewards, inputs),
         "## Figures": markdown_table([("figure", "value"), *_figures(state)]),
         "## Settings": _settings(args),
-        "## How to load it": LOADING + (SERVING_ADAPTERS.format(rank=args.lora_r) if adapters else SERVING),
+        "## How to load it": LOADING + (SERVING_ADAPTERS.format(rank=_vllm_rank(args.lora_r)) if adapters else SERVING),
         "## Versions": "\n".join(f"- {package}: {number}" for package, number in _versions(adapters)),
     }
     if grpo:
         parts["## Citation"] = f"GRPO is the method of\n\n{PAPER}"
     text = "\n\n".join(f"{title}\n\n{body}" for title, body in parts.items())
     return ModelCard(f"---\n{head.to_yaml()}\n---\n\n{text}\n").content
+
+
+def _vllm_rank(rank):
+    """Return the smallest `--max-lora-rank` that vLLM allows for a rank; up to 512, it allows powers of 2 from 8."""
+    return max(8, 1 << (rank - 1).bit_length())
 
 
 def on_hub(name: str, inputs: Mapping[str, Path]) -> bool:

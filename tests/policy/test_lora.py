@@ -1,5 +1,7 @@
 """Adapters: they learn, the base does not change, files reload, the reference is the policy without adapters."""
 
+import copy
+
 import pytest
 import tiny
 import torch
@@ -15,6 +17,7 @@ from fastgrpo.rollout.sampling import SamplingParams
 peft = pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
 
 from fastgrpo.policy import lora  # noqa: E402
+from fastgrpo.policy.load import load_model  # noqa: E402
 from fastgrpo.policy.lora import add_lora, base_weights, has_adapters, lora_settings, merged, unwrapped  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -99,10 +102,15 @@ def test_rejects_layers_that_cannot_be_adapted(name, targets):
     assert has_adapters(add_lora(tiny.model(name), target_modules=ALL))
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "Phimoe"])
+@pytest.mark.parametrize("family", ["Mixtral", "Phimoe", "Glm4Moe"])
 def test_adapts_neither_fused_experts_nor_a_router(family):
-    """Peft would wrap the parameters of Mixtral's experts, and treat Phimoe's router, a subclass, as a product."""
-    config = getattr(transformers, f"{family}Config")(**tiny.SHAPE, num_local_experts=2, sliding_window=None)
+    """Peft would wrap the parameters of Mixtral's experts, and treat Phimoe's router, a subclass, as a product.
+
+    It would also take the dense MLP of Glm4Moe's first layer for experts.
+    """
+    config = getattr(transformers, f"{family}Config")(
+        **tiny.SHAPE, num_local_experts=2, sliding_window=None, n_routed_experts=2, num_experts_per_tok=1
+    )
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     add_lora(model, target_modules=ALL)
     adapted = {name.split(".")[-1] for name, module in model.named_modules() if hasattr(module, "lora_A")}
@@ -118,6 +126,27 @@ def test_rejects_a_model_that_has_adapters(tmp_path, settings):
     with pytest.raises(ValueError, match="adapters already"):
         GRPOTrainer(with_adapters(vocab_size=258), vowels, args, PROMPTS, processing_class=tiny.tokenizer())
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("options", [
+    {"modules_to_save": ["lm_head"]}, {"use_dora": True}, {"target_modules": ["lm_head"]}, {"lora_bias": True},
+])  # fmt: skip
+def test_rejects_files_with_adapters_that_are_not_in_fastgrpo(tmp_path, options):
+    tiny.model().save_pretrained(tmp_path / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "lora_dropout": 0.1, **options})
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapters")
+    with pytest.raises(ValueError, match=f"adapters with {next(iter(options))}"):
+        load_model(tmp_path / "adapters")
+
+
+def test_rejects_an_embedding_that_was_resized_in_memory(tmp_path):
+    tiny.model(vocab_size=258).save_pretrained(tmp_path / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.resize_token_embeddings(260)
+    args = GRPOConfig(output_dir=str(tmp_path / "run"), max_steps=1, device="cpu", use_peft=True)
+    with pytest.raises(ValueError, match="260 embeddings"):
+        GRPOTrainer(model, vowels, args, PROMPTS, processing_class=tiny.tokenizer())
 
 
 @pytest.mark.parametrize("options, targets", [
@@ -149,7 +178,10 @@ def test_a_wrapper_gives_its_model_and_settings():
     assert model is wrapper.get_base_model()
     assert settings["lora_target_modules"] == ("q_proj",)
     assert base_weights(model).keys() == tiny.model().state_dict().keys()
-    assert lora.taken_over(wrapper) is wrapper and model._hf_peft_config_loaded
+    assert lora.taken_over(wrapper) is wrapper and has_adapters(model)
+    plain = copy.deepcopy(wrapper).merge_and_unload()
+    assert not has_adapters(plain) and has_adapters(model)
+    assert not has_adapters(unwrapped(wrapper, moved=False)[0])  # for a second trainer
     tiny.stir(model, ".lora_B")  # adapters that have learned something are no reference
     assert unwrapped(wrapper, moved=True)[0] is model
     with pytest.raises(ValueError, match="beta"):

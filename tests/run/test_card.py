@@ -42,10 +42,10 @@ def test_text_describes_data_settings_and_results():
 
 
 def test_adapters_name_their_rank_and_library():
-    written = card(adapters=True, use_peft=True, lora_r=8, state=TrainerState(2, 2, 0.5, 64))
+    written = card(adapters=True, use_peft=True, lora_r=12, state=TrainerState(2, 2, 0.5, 64))
     head = ModelCard(written).data.to_dict()
     assert head["library_name"] == "peft" and head["tags"][-1] == "lora"
-    assert "--max-lora-rank 8 --lora-modules NAME=FOLDER" in written and "vllm serve FOLDER" not in written
+    assert "--max-lora-rank 16 --lora-modules NAME=FOLDER" in written and "vllm serve FOLDER" not in written
     assert "accuracy" not in written.replace("`accuracy", "")  # nothing was evaluated
 
 
