@@ -79,6 +79,7 @@ def distill(argv: list[str]) -> None:
     rows = train.take(config.max_prompts or len(train)) if endless else train.rows
     rows = chosen_rows(as_rows(rows, f"train of task {config.task}"), config)
     policy, engine, sampling = load_sampler(config.model, tokenizer, config, top_p=config.top_p, top_k=config.top_k)
+    rewards.columns = rows.columns
     rewards.place(rewards.device(policy.device, config.reward_device), tokenizer)
     source = Prompts(tokenizer, config.template_kwargs)
     prompts = list(prompts_of(rows, source, policy, config.max_completion_length))
@@ -104,10 +105,10 @@ def distill(argv: list[str]) -> None:
         counts = [(reason, f"{dropped[reason]:,}") for reason in REASONS if dropped[reason]]
         if not kept:  # on every rank
             told = ", ".join(f"{count} {reason}" for reason, count in counts)
-            raise ValueError(
-                f"none of {drawn:,} completions is kept ({told}); raise num_generations, or distill a policy that "
-                "solves more of these prompts"
-            )
+            remedy = "raise num_generations, or distill a policy that solves more of these prompts"
+            if dropped["malformed"]:
+                remedy += "; if the maximum of a format reward is not 1, set its attribute full_mark to the maximum"
+            raise ValueError(f"none of {drawn:,} completions is kept ({told}); {remedy}")
     terminal.table([("prompts", f"{len(prompts):,}"), ("drawn", f"{drawn:,}"), *counts, ("kept", f"{kept:,}")])
     terminal.last(f"kept completions {config.output}")
 

@@ -58,7 +58,7 @@ def parse(argv: list[str]) -> EvaluateConfig:
     argv, task = take_flag(argv, "--task")
     task = "arithmetic" if task is None else task
     known = {field.name for field in dataclasses.fields(EvaluateConfig)}
-    recipe = {name: value for name, value in task_defaults(task).items() if name in known}
+    recipe = {name: value for name, value in task_defaults(task, argv=argv).items() if name in known}
     config = parse_flags(
         EvaluateConfig, argv, prog="python -m fastgrpo.evaluate", description=__doc__,
         defaults={**recipe, "task": task},

@@ -1,7 +1,7 @@
 """YAML files of settings: `--config FILE`, and the recipes of tasks in recipes/."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
@@ -99,10 +99,16 @@ def recipe_file(name: str) -> Path:
     return shipped if shipped.is_file() and not Path(name).is_file() else Path(name)
 
 
-def task_defaults(task: str, record: type[TrainingConfig] = TrainConfig) -> dict[str, Any]:
-    """Return the settings of a task's recipe."""
+def task_defaults(
+    task: str, record: type[TrainingConfig] = TrainConfig, argv: Sequence[str] = (), from_file: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the settings of a task's recipe. Its weights of rewards are dropped if the user names other rewards."""
     path = RECIPES / (f"{task}.yaml" if record is TrainConfig else f"{task}-{record.command}.yaml")
-    return load_yaml(path, record) if path.exists() else {}
+    own = load_yaml(path, record) if path.exists() else {}
+    named = any(argument.partition("=")[0].replace("-", "_") == "__reward_funcs" for argument in argv)
+    if named or "reward_funcs" in from_file:
+        own.pop("reward_weights", None)
+    return own
 
 
 def parse(argv: list[str], record: type[Config] = TrainConfig) -> Config:
@@ -116,7 +122,7 @@ def parse(argv: list[str], record: type[Config] = TrainConfig) -> Config:
         argv,
         prog=f"python -m fastgrpo.{record.command}",
         description=KINDS[record.command] + FILES + (RECIPES_BY_NAME + SWEEPS if record is TrainConfig else ""),
-        defaults={**task_defaults(task, record), **from_file, "task": task},
+        defaults={**task_defaults(task, record, argv, from_file), **from_file, "task": task},
     )
     if stated is None and "task" not in from_file and config.model_name_or_path and getattr(config, "train_file", None):
         raise ValueError(

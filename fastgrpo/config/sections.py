@@ -381,7 +381,7 @@ class RunConfig:
     """Run folder, logs, checkpoints and resume."""
 
     output_dir: str | None = None
-    """Write the run to this folder. None creates the next runs/TASK-N."""
+    """Write the run to this folder. None creates the next runs/TASK-N (sft: runs/TASK-sft-N)."""
     overwrite_output_dir: bool = False
     """Delete the files of an earlier run in output_dir first."""
     logging_steps: Count = 10

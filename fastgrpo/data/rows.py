@@ -32,6 +32,12 @@ class Rows(Sequence):
     def __iter__(self):  # indexing a datasets.Dataset row by row is slow
         return (row for _, row in zip(range(len(self)), self.rows, strict=False))
 
+    @property
+    def columns(self) -> list[str]:
+        """Return the names of the columns that some row has, without the prompt."""
+        names = getattr(self.rows, "column_names", None)  # of a datasets.Dataset, whose rows all have the same
+        return [name for name in dict.fromkeys(names or (name for row in self for name in row)) if name != "prompt"]
+
     def each(self, function: Callable[[dict], Result]) -> Iterator[Result]:
         """Apply a function to every row, and name the row in its errors.
 
@@ -84,7 +90,7 @@ def as_rows(data: Any, name: str, limit: int | None = None, setting: str = "a li
             return _numbered(list(islice(data, limit)), name)
         remedy = f"it may be infinite, so pass {setting}"
     elif hasattr(data, "iloc") and hasattr(data, "columns"):  # a pandas.DataFrame, without importing pandas
-        return _numbered(_plain(data.to_dict("records")), name)
+        return _numbered(_plain(data.astype(object).where(data.notna(), None).to_dict("records")), name)
     elif hasattr(data, "__getitem__") and hasattr(data, "__len__") and not hasattr(data, "iloc"):
         return _numbered(data, name)
     else:

@@ -28,6 +28,7 @@ from fastgrpo.rewards.call import Judged, Rewards, joined, judge_together, rewar
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.backend import RolloutBackend, draw_groups
 from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.run.metrics import mean_given
 from fastgrpo.tools.prompts import Prompts
 
 HELD_OUT = -1  # the step in the seeds of environments
@@ -252,7 +253,7 @@ def _measure(judged: Judged, rewards, draws, prefix, means):
         by_problem = column.view(-1, draws).nanmean(1).tolist()
         means.add(prefix + name, by_problem, share=name in shares)
     for name, values in judged.logged.items():  # no interval: the problem of a value is unknown
-        means.values[f"{prefix}{name}"] = sum(values) / len(values)
+        means.values[f"{prefix}{name}"] = mean_given(values)
 
 
 def full_mark(function: Callable) -> Callable[[float | torch.Tensor], bool | torch.Tensor]:

@@ -126,6 +126,7 @@ def check_reward(
         warnings = ([_told_late(late, timeout)] if late else []) + deaths[:1]
         return Finding(watched.__name__, timeouts=len(late), errors=len(deaths), warnings=warnings)
     rewards = Rewards(watched, on_error="skip")
+    rewards.columns = _columns(completions)
 
     def judge(given: Sequence[Sample]) -> torch.Tensor:
         judged = rewards(given, state)
@@ -177,6 +178,7 @@ def _without_late(function, groups, state, timeout):
         if "cannot be sent to another process" not in str(error):
             raise
         return groups, late, deaths  # it cannot be pickled; reported below
+    rewards.columns = _columns([completion for group in groups for completion in group])
     with rewards:
         if rewards.pool is None:  # it has its own limit, set above
             return groups, late, deaths
@@ -198,6 +200,10 @@ def _without_late(function, groups, state, timeout):
                 (late if judged.timeouts.total() else group).extend(part)
             kept.append(group)
     return [group for group in kept if group], late, deaths
+
+
+def _columns(completions):
+    return dict.fromkeys(name for completion in completions for name in completion.columns)
 
 
 def _told_late(late, timeout):

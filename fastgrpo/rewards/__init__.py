@@ -20,6 +20,7 @@ def find_reward(
     known: Sequence[Callable] = (),
     trust_remote_code: bool = False,
     prm: Mapping[str, Any] | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> Callable:
     """Find a reward function by its name.
 
@@ -30,6 +31,7 @@ def find_reward(
         known: The task's own functions.
         trust_remote_code: Run Python code that comes with a reward model.
         prm: Further arguments of `ProcessRewardModel`.
+        template: Arguments of a reward model's chat template.
 
     Returns:
         The function.
@@ -49,7 +51,7 @@ def find_reward(
 
         return make_sandbox(spec)
     if spec.startswith(PRM) or names_model(spec):
-        return _load_model(spec, {"trust_remote_code": trust_remote_code}, prm)
+        return _load_model(spec, {"trust_remote_code": trust_remote_code, "template": template}, prm)
     if ":" not in spec:
         raise ValueError(
             f"unknown reward function {spec!r}; the task has {', '.join(by_name) or 'no functions'}; "

@@ -102,6 +102,7 @@ class Rewards:
         self.pooled = others if workers else {}  # the functions that run in other processes
         self.pool = Pool(self.pooled, workers) if self.pooled else None
         self.timeout, self.seed, self.sent_state = timeout, seed, None
+        self.columns = ()  # columns of the data; a call in which no row has one gets None for each completion
 
     @property
     def models(self) -> "list[Judge]":
@@ -161,7 +162,7 @@ class Rewards:
         if self.sent_state != state:  # an evaluation changes the state between two steps, too
             self.pool.tell(state)
             self.sent_state = state
-        columns, calls = tuple(columns), {}
+        columns, calls = (*self.columns, *columns), {}
         for name, function in self.pooled.items():
             plain = _innermost(function)
             together = inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(type(plain).__call__)
@@ -186,6 +187,7 @@ class Rewards:
     ) -> Judged:
         """Judge completions."""
         count, logs = len(completions), {name: Logs(len(completions)) for name in self.names}
+        columns = (*self.columns, *columns)
         begun = self.begin(completions, trainer_state, columns) if begun is None else begun
         here = {name: f for name, f in zip(self.names, self.functions, strict=True) if name not in begun}
         calls = [partial(_call, f, completions, trainer_state, logs[name], columns) for name, f in here.items()]

@@ -399,7 +399,7 @@ def _seed(seed):
 
 def _listed(result, count):
     """Turn an iterable result into a list, which can be sent."""
-    if hasattr(result, "tolist") and not hasattr(result, "columns"):
+    if getattr(result, "ndim", 0) == 1 and hasattr(result, "tolist") and not hasattr(result, "columns"):
         return result.tolist()
     items = listed(result, count)
     return result if items is None else [plain(item) for item in items]

@@ -364,9 +364,9 @@ class Output:
     def __init__(self, given: str, expected: str):
         self.given, self.expected = given.encode("utf-8", "surrogatepass"), _trimmed(expected)
 
-    def verdict(self, jail: Jail) -> str:
+    def verdict(self, jail: Jail, seconds: float) -> str:
         """Run the program."""
-        out, failed = jail.run(b"i", self.given)
+        out, failed = jail.run(b"i", self.given, seconds)
         if failed:
             return "failed"
         return "passed" if _trimmed(out.decode(errors="replace")) == self.expected else "wrong"
@@ -378,9 +378,9 @@ class Value:
     def __init__(self, expression: str, expected: Any):
         self.request, self.expected = b"\n" + expression.encode(), canonical(expected).encode()
 
-    def verdict(self, jail: Jail) -> str:
+    def verdict(self, jail: Jail, seconds: float) -> str:
         """Run the program, then evaluate the expression."""
-        out, failed = jail.run(b"a", self.request, wait_ready=True)
+        out, failed = jail.run(b"a", self.request, seconds, wait_ready=True)
         if failed:
             return "failed"
         return "passed" if out == b"r" + self.expected else "wrong"
@@ -392,10 +392,10 @@ class Assertion:
     def __init__(self, text: str):
         self.text = text.encode()
 
-    def verdict(self, jail: Jail) -> str:
+    def verdict(self, jail: Jail, seconds: float) -> str:
         """Run the program, then the text."""
         nonce = secrets.token_hex(32).encode()
-        out, _ = jail.run(b"a", nonce + b"\n" + self.text, wait_ready=True)
+        out, _ = jail.run(b"a", nonce + b"\n" + self.text, seconds, wait_ready=True)
         return "passed" if out == b"r" + nonce else "failed"
 
 
@@ -546,7 +546,7 @@ class Sandbox:
                     jails.close()
                     jail = jails.enter_context(self._prison.jail(program))
                 try:
-                    verdicts.append(test.verdict(jail))
+                    verdicts.append(test.verdict(jail, min(self.limits.seconds, ends - time.monotonic())))
                 except Violation as violation:
                     verdicts.append(str(violation))
                 if isinstance(test, Assertion) or not jail.clean:

@@ -75,7 +75,7 @@ class Logs:
     def log_metric(self, name: str, value: float) -> None:
         """Log a number. metrics.jsonl gets the mean of all numbers of a step with this name."""
         _check_name("log_metric", name)
-        if is_known(name):
+        if is_known(name) or is_known(f"eval/{name}"):
             raise ValueError(f"log_metric({name!r}, ...): a run already has a metric of this name; choose another name")
         if not isinstance(plain(value), Real):
             raise ValueError(f"log_metric({name!r}, ...) takes a number, got {shown(value)}")

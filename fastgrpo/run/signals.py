@@ -32,6 +32,7 @@ class StopSignals:
         self._before, self._streams, self._told = {}, None, False
 
     def __enter__(self) -> Self:
+        self._pid = os.getpid()
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
@@ -64,6 +65,10 @@ class StopSignals:
         return self.received is not None
 
     def _note(self, number, frame):
+        if os.getpid() != self._pid:  # a process that a reward function forked
+            signal.signal(number, self._before[number])
+            signal.raise_signal(number)
+            return
         self.received = signal.Signals(number)
         for other in self._before:
             signal.signal(other, signal.SIG_DFL)

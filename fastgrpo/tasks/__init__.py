@@ -105,7 +105,8 @@ def reward_functions(task: Task, config: Any) -> list[Callable]:
     """Return the reward functions of the settings."""
     known = [*task.reward_funcs, *filter(None, [task.steps_reward])]
     code, prm = config.trust_remote_code, prm_options(config, config.reward_funcs)
-    return [find_reward(name, known, code, prm) for name in config.reward_funcs] or task.reward_funcs
+    template = config.template_kwargs
+    return [find_reward(name, known, code, prm, template) for name in config.reward_funcs] or task.reward_funcs
 
 
 def needed_rewards(task: Task, config: Any, environments: "Environments | None" = None) -> list[Callable]:

@@ -100,15 +100,21 @@ class Environments:
         def get_reward(environments, **columns):
             own = [type(one) is kind and not self._failed(one) for one in environments]
             values = [
-                in_thread(one.get_reward, worker=self.workers[id(one)]).result() if mine else None
+                self._result(in_thread(one.get_reward, worker=self.workers[id(one)])) if mine else None
                 for one, mine in zip(environments, own, strict=True)
             ]
             begun = [on_loop(value) if inspect.isawaitable(value) else value for value in values]
-            return [value.result() if isinstance(value, Future) else value for value in begun]
+            return [self._result(value) if isinstance(value, Future) else value for value in begun]
 
         get_reward.__name__ = kind.__name__
         get_reward.pooled = False  # the instances are in this process
         return get_reward
+
+    def _result(self, future):
+        """Wait for a `get_reward` at most as long as for a call."""
+        if not wait([future], self.timeout).done:
+            raise TimeoutError(f"it took longer than tool_timeout={self.timeout:g} s")
+        return future.result()
 
     def _failed(self, environment):
         return id(environment) in self.active and self.active[id(environment)].failed

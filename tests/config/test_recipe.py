@@ -73,6 +73,9 @@ def test_flags_go_before_the_file_before_the_recipe_of_the_task(tmp_path):
     assert config.prompts_per_step == load_yaml(RECIPES / "arithmetic.yaml")["prompts_per_step"]
     assert parse(["--dtype", "bfloat16"]).dtype == "bfloat16" != parse([]).dtype
     assert task_defaults("arithmetic")["max_completion_length"] == 28 and task_defaults("gsm8k") == {}
+    assert task_defaults("countdown")["reward_weights"] == (1.0, 0.0)
+    own = ["--task", "countdown", "--model_name_or_path", "m", "--reward-funcs=correctness"]
+    assert parse(own).reward_weights == ()  # those of the recipe belong to its functions
     assert (parse(["--task", "gsm8k"]).prompts_per_step, parse(["--task", ""]).task) == (8, "")
 
 

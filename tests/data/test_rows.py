@@ -116,6 +116,8 @@ def test_data_frame_values_become_plain_python(tmp_path):
     pandas.DataFrame({"prompt": [messages], "n": [3], "x": [0.5]}).to_parquet(tmp_path / "rows.parquet")
     (row,) = as_rows(pandas.read_parquet(tmp_path / "rows.parquet"), "train_dataset")
     assert row == {"prompt": messages, "n": 3, "x": 0.5}
+    frame = pandas.DataFrame([{"prompt": "a", "n": 1}, {"prompt": "b", "tests": ["x"]}])
+    assert list(as_rows(frame, ""))[1] == {"prompt": "b", "n": None, "tests": ["x"]}
     assert type(row["prompt"]) is list and type(row["n"]) is int and type(row["x"]) is float
 
 

@@ -13,6 +13,7 @@ import torch
 from samples import answer
 
 from fastgrpo.data.records import Prompt, TrainerState
+from fastgrpo.data.rows import Rows
 from fastgrpo.rewards import find_reward, find_rewards
 from fastgrpo.rewards.call import Rewards, reward_matrix
 
@@ -87,6 +88,13 @@ def test_calls_functions_like_trl():
         "prompts": ["p0", "p1"], "completions": ["c0", "c1"], "answer": ["x", "y"], "hint": [None, 7],
         "completion_ids": [[3], [4, 5]], "trainer_state": "state",
     } | {name: [name[0]] * 2 for name in names}  # fmt: skip
+
+
+def test_a_call_gets_the_columns_of_all_data():
+    rewards = Rewards(lambda completions, hint, **_: [0.0 if h is None else 1.0 for h in hint])
+    rewards.columns = Rows([c.columns for c in COMPLETIONS], str).columns
+    assert rewards.columns == ["answer", "hint"]
+    assert reward_matrix(rewards(COMPLETIONS[:1]).completions).tolist() == [[0.0]]
 
 
 def test_each_function_gets_its_own_copies():

@@ -67,7 +67,7 @@ VALUES = [[1], iter(range(9)), "xy", {"x": 1, "y": 2}, ["x", "\ud800"], [1, {"b"
 
 @pytest.mark.parametrize("function, first, second", [
     *[("log_metric", "a", value) for value in ("3", None, torch.ones(2))],
-    *[("log_metric", name, 1) for name in (None, "", "\ud800", "reward")],
+    *[("log_metric", name, 1) for name in (None, "", "\ud800", "reward", "mean_length")],
     *[("log_extra", name, [1, 2]) for name in (7, "a\udfff", *SAMPLE_COLUMNS)],
     *[("log_extra", "a", values) for values in VALUES], *[("log_steps", *pair) for pair in STEPS],
 ])  # fmt: skip

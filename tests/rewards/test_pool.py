@@ -12,6 +12,7 @@ import pool_rewards
 import psutil
 import pytest
 import tiny
+import torch
 from paths import ROOT
 from processes import awaited
 from samples import answer, drawn
@@ -55,7 +56,7 @@ def test_a_pool_gives_what_functions_give_here():
     assert [c.extras for c in there.completions] == [c.extras for c in here.completions]
     assert [c.extras["letters"] for c in there.completions] == [len(text) for text in texts]
     assert there.logged == {"calls": [1.0] * 7}  # one completion a call
-    assert there.errors == there.timeouts == {}
+    assert there.errors == there.timeouts == {} and pools._listed(torch.ones(2, 1), 2) == [1.0, 1.0]
 
 
 def test_a_failure_is_that_of_one_completion_and_names_it():
