@@ -64,7 +64,10 @@ def _page(runs: Sequence[Path]) -> str:
     from fastgrpo.page.render import render
 
     records = [read_run(run, name, lambda _: None) for run, name in zip(runs, names_of(runs), strict=True)]
-    panels = {panel.title: panel for run in runs for panel in _panels(run, told=False)}  # each title once
+    panels = {}  # each title once, with the most curves
+    for panel in (panel for run in runs for panel in _panels(run, told=False)):
+        if panel.title not in panels or {*panels[panel.title].metrics} < {*panel.metrics}:
+            panels[panel.title] = panel
     return render(payload(records, list(panels.values())))
 
 

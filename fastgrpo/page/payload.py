@@ -12,7 +12,7 @@ from typing import Any
 
 from fastgrpo.page.reading import Run, finite
 from fastgrpo.page.samples import read_samples, short, text_of, usable
-from fastgrpo.run.curves import PANELS, Panel, is_measured
+from fastgrpo.run.curves import PANELS, Panel, is_measured, with_named
 from fastgrpo.run.metrics import METRICS
 
 SAMPLES_BYTES = 6_000_000  # samples of all runs: the page stays below 12 MB, with 2 MB of plotly
@@ -30,12 +30,13 @@ COLORS = (
 def payload(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
     """Make the content of a page."""
     points = max(FEWEST, min(POINTS, 2 * POINTS // len(runs)))
+    names = dict.fromkeys(name for run in runs for name in run.series)
     return {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         "made": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
         "panels": [
             dataclasses.asdict(panel)
-            for panel in [*panels, *_missing(panels)]
+            for panel in (with_named(panel, names) for panel in [*panels, *_missing(panels)])
             if any(is_measured(panel, run.series) for run in runs)
         ],
         "metrics": METRICS,
@@ -143,10 +144,11 @@ def headline(run: Run) -> list[dict[str, str]]:
     state = "finished" if run.finished else "not finished: still running, or stopped"
     if not run.finished and isinstance(planned, int) and planned >= steps > 0:
         state = f"of {planned:,}; {state}"
+    told = ("accuracy", "pass@1", "loss") if run.config.get("command") == "sft" else ("accuracy", "pass@1")
+    held_out = Panel("", "", tuple(f"eval/{name}" for name in told), tuple(f"Held-out {name}" for name in told))
+    held_out = with_named(held_out, run.series)
     rows = [
-        _held_out(run, "accuracy", "Held-out accuracy"),
-        _held_out(run, "pass@1", "Held-out pass@1"),
-        _held_out(run, "loss", "Held-out loss"),
+        *(_held_out(run, *pair) for pair in zip(held_out.metrics, held_out.labels, strict=True)),
         _trained(run, "reward", "Reward in training"),
         ("Steps", f"{steps:,}", state),
         _tokens(run),
@@ -184,7 +186,7 @@ def _listed(values):
 
 def _held_out(run, metric, label):
     """Compare the first evaluation with the last, with 95% intervals if measured."""
-    steps, values = run.series.get(f"eval/{metric}", ([], []))
+    steps, values = run.series.get(metric, ([], []))
     if not values:
         return None
     first, last = _interval(run, metric, steps[0]), _interval(run, metric, steps[-1])
@@ -197,7 +199,7 @@ def _held_out(run, metric, label):
 def _interval(run, metric, step):
     ends = []
     for end in ("low", "high"):
-        steps, values = run.series.get(f"eval/{metric}/ci95_{end}", ([], []))
+        steps, values = run.series.get(f"{metric}/ci95_{end}", ([], []))
         ends += [value for at, value in zip(steps, values, strict=True) if at == step][-1:]
     return f"{ends[0]:.3f} to {ends[1]:.3f}" if len(ends) == 2 else ""
 

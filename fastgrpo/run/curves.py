@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ class Panel:
     labels: tuple[str, ...] = ()  # their names in the legend; empty uses the metrics' own names
     window: int = WINDOW  # logged steps of the moving average; 1 draws only the values
     dashed: tuple[str, ...] = ()  # evaluation metrics to compare with, in the colors of `metrics`
+    command: str = ""  # in a report of several runs, only runs of this command have the curves
 
 
 # The panels of tasks without their own.
@@ -37,7 +38,7 @@ PANELS = (
 )
 # The panels of supervised training.
 SUPERVISED_PANELS = (
-    Panel("Loss", "nats per token", ("loss", "eval/loss"), ("training", "held-out")),
+    Panel("Loss", "nats per token", ("loss", "eval/loss"), ("training", "held-out"), command="sft"),
     Panel("Accuracy", "share correct", ("eval/accuracy",), ("held-out, greedy",)),
     Panel("Gradient norm", "before clipping", ("grad_norm",)),
     Panel("Learning rate", "of AdamW", ("learning_rate",), window=1),
@@ -83,6 +84,18 @@ def moving_average(values: list[float], window: int = WINDOW) -> list[float]:
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
+def with_named(panel: Panel, names: Iterable[str]) -> Panel:
+    """Add the metrics of held-out data sets with names, such as eval_easy/accuracy beside eval/accuracy."""
+    found = {}
+    for metric, label in zip(panel.metrics, panel.labels or panel.metrics, strict=True):
+        found[metric] = label
+        for name in names if metric.startswith("eval/") else ():
+            prefix, _, rest = name.partition("/")
+            if prefix.startswith("eval_") and f"eval/{rest}" == metric:
+                found[name] = f"{label}, {prefix.removeprefix('eval_')}"
+    return replace(panel, metrics=tuple(found), labels=tuple(found.values()))
+
+
 def is_measured(panel: Panel, series: Mapping[str, Any]) -> bool:
     """Return whether a run has curves of a panel. Clip ratios that are always 0 count as no curve."""
     curves = {name: series[name][1] for name in panel.metrics if name in series}
@@ -95,7 +108,7 @@ def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print, panels:
     from matplotlib.figure import Figure
 
     series = read_metrics(run_dir, say)
-    panels = [panel for panel in panels if is_measured(panel, series)]
+    panels = [with_named(panel, series) for panel in panels if is_measured(with_named(panel, series), series)]
     columns = max(1, math.ceil(len(panels) / 2))
     figure = Figure(figsize=(4 * columns, 7.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -110,12 +123,13 @@ def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print, panels:
                 continue
             # Lines that may cover others have gaps. Dashes are for the metrics to compare with, if there are some.
             style = "-" if panel.dashed else ("-", "--", ":", "-.")[i % 4]
-            if name.startswith("eval/"):
+            if name.startswith("eval"):
                 axis.plot(steps, values, style, marker="o", color=color, label=label)
                 continue
             if panel.window > 1:
                 axis.plot(steps, values, color=color, alpha=0.25)
-            axis.plot(steps, moving_average(values, panel.window), style, color=color, label=label)
+            marker = "o" if len(values) == 1 else None  # a line of one point is invisible
+            axis.plot(steps, moving_average(values, panel.window), style, marker=marker, color=color, label=label)
         for i, name in enumerate(panel.dashed):
             if name in series:
                 axis.plot(*series[name], "--", color=f"C{i}")
@@ -168,15 +182,15 @@ def conclude(
 
 def _held_out(run_dir, panels):
     """Format held-out metrics before and after, with 95% intervals if measured."""
-    names = {"eval/accuracy": "accuracy", "eval/pass@1": "pass@1"}
-    for panel in panels:
-        for name, label in zip(panel.metrics, panel.labels or panel.metrics, strict=True):
-            if name.startswith("eval/"):
-                names.setdefault(name, f"{panel.title}: {label}")
     try:
         rows, series = [], read_metrics(run_dir, say=lambda _: None)
     except OSError:  # already reported by `draw_curves`, like damaged lines
         return []
+    first, names = Panel("", "", ("eval/accuracy", "eval/pass@1"), ("accuracy", "pass@1")), {}
+    for panel in (with_named(panel, series) for panel in (first, *panels)):
+        for name, label in zip(panel.metrics, panel.labels, strict=True):
+            if name.startswith("eval"):
+                names.setdefault(name, f"{panel.title}: {label}" if panel.title else label)
     for name, label in names.items():
         steps, values = series.get(name, ([], []))
         if values:

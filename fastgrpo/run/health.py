@@ -4,6 +4,7 @@
 condition has held for a number of steps in a row.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,14 +45,14 @@ CHECKS = (
     ),
     Check(
         "reward errors",
-        lambda v, args: any(value for name, value in v.items() if name.endswith("/errors")),
+        lambda v, args: any(value for name, value in v.items() if re.fullmatch("rewards/.+/errors", name)),
         1,
         "warning: reward functions fail on some completions, which are then treated as if they had no reward "
         "(rewards/FUNCTION/errors counts them). Pass --reward_errors raise to see the first failure",
     ),
     Check(
         "reward timeouts",
-        lambda v, args: any(value for name, value in v.items() if name.endswith("/timeouts")),
+        lambda v, args: any(value for name, value in v.items() if re.fullmatch("rewards/.+/timeouts", name)),
         1,
         "warning: reward functions took longer than reward_timeout on some completions, which are then treated as if "
         "they had no reward (rewards/FUNCTION/timeouts counts them). Raise reward_timeout, or make the function faster",

@@ -159,9 +159,17 @@ def is_known(name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in _PATTERNS)
 
 
+def mean_given(values: Sequence[float]) -> float:
+    """Average the numbers that a reward function logged, without NaN as in TRL; NaN if all are."""
+    given = [value for value in values if not math.isnan(value)]
+    return _mean(given) if given else math.nan
+
+
 def reduced(name: str, values: Sequence[float]) -> float:
     """Reduce the values of a metric over several steps to one value."""
-    return (sum if _COUNTS.fullmatch(name) else _REDUCED.get(name, _mean))(values)
+    if _COUNTS.fullmatch(name):
+        return sum(values)
+    return (_REDUCED.get(name) or (_mean if is_known(name) else mean_given))(values)
 
 
 def _mean(values):

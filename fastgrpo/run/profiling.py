@@ -4,6 +4,7 @@ The seconds of a stage exclude stages inside it. Remaining time is `other`, so t
 events on the stream take the times. They are read at the end of the step, so the host syncs only once.
 """
 
+import re
 import resource
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
+from transformers.pytorch_utils import Conv1D
 
 from fastgrpo.run.folder import RunFolder
 
@@ -22,10 +24,12 @@ STAGES = ("rollout", "reward", "reference", "forward", "loss", "backward", "opti
 UPDATE = ("forward", "loss", "backward", "optimizer")  # the stages that the MFU measures
 WARMUP_STEPS = 2  # steps before the profiler measures anything: the first ones compile kernels and fill caches
 
-# Peak FLOP/s of dense bf16 and fp16 products, from NVIDIA's data sheets. The first key that is part of the GPU's name
-# counts.
+# Peak FLOP/s of dense bf16 and fp16 products, from NVIDIA's data sheets. The first key that is in the GPU's name, as
+# whole words, counts.
 PEAK_FLOPS = {
+    "GB200": 2500e12,
     "B200": 2250e12,
+    "GH200": 989e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -33,7 +37,9 @@ PEAK_FLOPS = {
     "A100": 312e12,
     "L40S": 362e12,
     "RTX 4090": 165e12,
+    "L40": 181e12,
     "A10": 125e12,
+    "A10G": 70e12,
     "L4": 121e12,
 }
 
@@ -43,13 +49,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
+    return next((peak for known, peak in PEAK_FLOPS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
 def update_flops(body: torch.nn.Module, head_weight: torch.Tensor) -> tuple[int, int]:
     """Count the FLOPs of a forward and a backward pass for one token.
 
-    A weight of a `torch.nn.Linear` or of the head costs 2 FLOPs per token in the forward pass, 2 in the backward pass
+    A weight of a linear layer or of the head costs 2 FLOPs per token in the forward pass, 2 in the backward pass
     for the gradient of the input, and 2 more for the gradient of the weight where it is trained. The products inside
     attention, a few percent at the usual lengths, and recomputation are not counted, so the MFU is slightly too low.
     Mixtures of experts have no count, (0, 0): a token uses only some of their weights.
@@ -60,9 +66,14 @@ def update_flops(body: torch.nn.Module, head_weight: torch.Tensor) -> tuple[int,
     def cost(weight, count):
         return 2 * count * (3 if weight.requires_grad else 2)
 
-    layers = [module for module in body.modules() if isinstance(module, torch.nn.Linear)]
-    of_layers = sum(cost(layer.weight, layer.in_features * layer.out_features) for layer in layers)
+    layers = [module for module in body.modules() if isinstance(module, (torch.nn.Linear, Conv1D))]
+    of_layers = sum(cost(layer.weight, _size(layer)) for layer in layers)
     return of_layers, cost(head_weight, head_weight.numel())
+
+
+def _size(layer):
+    """Count the weights of a layer; those of 4 bits are packed."""
+    return layer.weight.numel() if isinstance(layer, Conv1D) else layer.in_features * layer.out_features
 
 
 class StageTimer:

@@ -161,7 +161,7 @@ def _report(runs, folder, terminal):
             several = len(paths) > 1  # one run has no deviation
             widths = [statistics.stdev(curve[step] for curve in curves) for step in steps] if several else None
             label = f"{setting} ({len(paths)} runs)" if several else setting
-            axis.errorbar(steps, means, widths, label=label, elinewidth=0.5)
+            axis.errorbar(steps, means, widths, fmt="o-" if len(steps) == 1 else "-", label=label, elinewidth=0.5)
         axis.set(title=metric, xlabel="step", ylabel=f"mean over seeds, moving average over {window} logged steps")
         axis.legend(*axis.get_legend_handles_labels(), fontsize="small")
     figure.savefig(folder.claim("sweep.png"), dpi=100)

@@ -93,6 +93,11 @@ class Terminal:
         )  # fmt: skip
         self._started = time.perf_counter()
 
+    def begun(self) -> None:
+        """Start the clock of the remaining time at the first step, after what is done once."""
+        if self.done == self._first:
+            self._started = time.perf_counter()
+
     def advance(self, count: int = 1, **values: float) -> None:
         """Move the bar, and show the remaining time."""
         self.done += count

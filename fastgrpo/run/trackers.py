@@ -35,7 +35,7 @@ def named(step: int, values: Mapping[str, float]) -> dict[str, float]:
     for name, value in measured.items():
         prefix, _, rest = name.partition("_")
         if value is not None:
-            found[f"eval/{rest}" if prefix == "eval" and rest else f"train/{name}"] = value
+            found[f"{prefix}/{rest}" if prefix in ("eval", "test") and rest else f"train/{name}"] = value
     return found
 
 

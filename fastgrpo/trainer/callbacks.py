@@ -144,7 +144,7 @@ class Callbacks:
     def note_best(self, measured: dict[str, float]) -> None:
         """Update the best value of metric_for_best_model, as transformers does after an evaluation."""
         state, name = self.state, self.args.metric_for_best_model
-        value = measured.get(name)
+        value = measured.get(self.args.config.metric_for_best_model, measured.get(name))
         if value is None or value != value:
             return
         best = state.best_metric

@@ -38,7 +38,7 @@ from fastgrpo.rewards.call import Judging, Rewards, reward_matrix
 from fastgrpo.rollout.backend import Drawing, RolloutBackend
 from fastgrpo.rollout.sampling import SamplingParams, integers
 from fastgrpo.run.log import RunLog
-from fastgrpo.run.metrics import SAMPLE_COLUMNS
+from fastgrpo.run.metrics import SAMPLE_COLUMNS, mean_given
 from fastgrpo.run.profiling import StageTimer
 from fastgrpo.run.resume import digest_of_rows
 from fastgrpo.tools.prompts import Prompts
@@ -115,7 +115,7 @@ class Collector:
         for i, sample in zip(trained, of_step, strict=True):
             samples[i] = sample.replace(trained=True)
         state.count(taken, sum(map(len, samples)) + lost, of=len(self.source))
-        metrics = dict(counts) | {name: sum(values) / len(values) for name, values in logged.items()}
+        metrics = dict(counts) | {name: mean_given(values) for name, values in logged.items()}
         metrics |= length_metrics(samples) | self.prompts.metrics(samples) | _means(live)
         if "sampler/idle_s" in metrics:  # seconds since the last batch
             metrics["sampler/idle_s"] = sum(measured.get("sampler/idle_s", 0.0) for measured in live)

@@ -273,6 +273,8 @@ class GRPOTrainer:
         for rows in (train_rows, *self.held_out.values()):
             setup.refuse_images(rows)
         self._check_prompts(train_rows)
+        everything = train_rows, *self.held_out.values()
+        self.rewards.columns = dict.fromkeys(name for rows in everything for name in rows.columns)
 
     def _check_prompts(self, train_rows):
         how = self.prompts, self.policy, self.args.max_completion_length, self._shows_bars, self.ranks
@@ -499,6 +501,7 @@ class GRPOTrainer:
             if epoch is None:
                 epoch = int(self.state.epoch)
                 callbacks.call("on_epoch_begin")
+            log.terminal.begun()
             callbacks.call("on_step_begin")
             values = self.step()
             callbacks.call("on_step_end")
@@ -621,6 +624,9 @@ class GRPOTrainer:
             measured = self._measure(rows, prefix)
             if measured:
                 named = evaluated(measured, prefix) | {"epoch": self.state.epoch}
+                best = self.args.metric_for_best_model
+                if best in measured:  # a sampled metric has the same name in TRL
+                    named[self.callbacks.args.metric_for_best_model] = measured[best]
                 values |= measured | named
                 self.callbacks.call("on_evaluate", metrics=named)
         if not values and self.state.global_step == 0:

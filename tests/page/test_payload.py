@@ -66,7 +66,8 @@ def test_folders_become_runs_with_names_that_differ(tmp_path):
 
 def test_the_figures_of_a_finished_run(tmp_path):
     summary = {"steps": 4, "num_tokens": 1_234_000, "wall_seconds": 3_905.2, "peak_memory_gib": 1.256}
-    run = read_run(write_run(tmp_path, summary=summary, evaluated=[(0, 0.3), (2, 0.9), (4, 0.5)]), "a")
+    more = {"eval/loss": lambda step: 0.1}  # not that of supervised training
+    run = read_run(write_run(tmp_path, summary=summary, evaluated=[(0, 0.3), (2, 0.9), (4, 0.5)], **more), "a")
     values = ["0.300 → 0.500", "0.125 → 0.500", "4", "1.23 million", "1 h 5 min", "1.26 GiB"]
     assert [row["value"] for row in headline(run)] == values
 

@@ -35,14 +35,16 @@ def drawn(tmp_path, monkeypatch):
 
 def test_draws_the_curves_of_the_metrics(drawn):
     rows = [{"step": i, "reward": i / 10, "accuracy": 0.25, "clip_ratio/low_mean": 0.0} for i in range(1, 21)]
-    axes = drawn([*rows, {"step": 0, "eval/accuracy": 0.5}, {"step": 20, "eval/accuracy": 1.0}])
+    named = {"step": 20, "eval_easy/accuracy": 0.75}
+    axes = drawn([*rows, {"step": 0, "eval/accuracy": 0.5}, {"step": 20, "eval/accuracy": 1.0}, named])
     assert list(axes) == ["Reward", "Accuracy"]  # empty panels are left out
     raw, average = axes["Reward"].lines
     assert raw.get_xydata().tolist() == [[row["step"], row["reward"]] for row in rows]
     assert average.get_ydata().tolist() == pytest.approx(moving_average([row["reward"] for row in rows]))
     assert axes["Reward"].get_ylabel() == "mean total reward" and axes["Reward"].get_xlabel() == "step"
-    *_, heldout = axes["Accuracy"].lines  # points as they are: few, and far apart
-    assert len(axes["Accuracy"].lines) == 3 and heldout.get_xydata().tolist() == [[0, 0.5], [20, 1.0]]
+    *_, heldout, easy = axes["Accuracy"].lines  # points as they are: few, and far apart
+    assert easy.get_xydata().tolist() == [[20, 0.75]] and easy.get_label() == "held-out, greedy, easy"
+    assert len(axes["Accuracy"].lines) == 4 and heldout.get_xydata().tolist() == [[0, 0.5], [20, 1.0]]
 
 
 def test_a_task_chooses_the_panels(drawn):
@@ -61,13 +63,13 @@ def test_a_task_chooses_the_panels(drawn):
 
 
 def test_conclude_writes_the_summary_and_returns_a_table(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 1, "eval_easy/accuracy": 0.5}\n')
     (tmp_path / "curves.png").mkdir()  # which is the user's: it is named, and the rest is written
     run, said = RunFolder(tmp_path), []
     summary = {"accuracy_before": None, "steps": 1234, "wall_seconds": 245.4}
     *rows, (_, files) = conclude(run, summary, tmp_path / "checkpoint-3", said.append)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
-    assert rows == [("steps", "1,234"), ("time", "4:05")]
+    assert rows == [("accuracy, easy", "0.500"), ("steps", "1,234"), ("time", "4:05")]
     assert files == "checkpoint-3, metrics.jsonl, summary.json, config.json"
     assert len(said) == 1 and "curves.png was not made by a run" in said[0]
     (tmp_path / "curves.png").rmdir()

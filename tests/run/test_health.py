@@ -27,8 +27,8 @@ CASES = {
     # check: (metrics that set it off, metrics that do not)
     "zero loss": ({"loss": 0.0}, {"loss": 0.0, "frac_informative": 0.0}),
     "no rewards": ({"reward": None}, {}),
-    "reward errors": ({"rewards/f/errors": 2}, {"rewards/f/errors": 0}),
-    "reward timeouts": ({"rewards/f/timeouts": 2}, {"rewards/f/timeouts": 0}),
+    "reward errors": ({"rewards/f/errors": 2}, {"judge/errors": 2}),
+    "reward timeouts": ({"rewards/f/timeouts": 2}, {"judge/timeouts": 2}),
     "solved": ({"frac_informative": 0.0, "accuracy": 1.0}, {"frac_informative": 0.1, "accuracy": 1.0}),
     "no informative group": ({"frac_informative": 0.0}, {"frac_informative": 0.0, "accuracy": 1.0}),
     "refills run out": ({"dynamic_sampling/filled_groups": 1}, {"dynamic_sampling/filled_groups": 0}),

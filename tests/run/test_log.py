@@ -36,7 +36,8 @@ def test_metrics_are_means_over_logging_steps(tmp_path):
     ("rewards/judge/errors", [1, 0, 2], 3), ("api/errors", [1, 0, 2], 1),
     ("tools/calc/calls", [4, 0, 2], 6), ("tools/calc/latency_s", [4.0, None, 2.0], 3.0),
     ("learning_rate", [3e-6, 2e-6, 1e-6], 1e-6), ("curriculum/level", [0, 1, 1], 1),
-    ("completions/mean_length", [3.0, 4.0, 8.0], 5.0), ("kl", [1.0, None, 2.0], 1.5),  # not measured in one step
+    ("completions/mean_length", [3.0, 4.0, 8.0], 5.0), ("hard", [math.nan, 2.0, 3.0], 2.5),
+    ("kl", [1.0, None, 2.0], 1.5),  # not measured in one step
 ])  # fmt: skip
 def test_not_every_metric_is_a_mean(tmp_path, name, values, logged):
     with make_log(tmp_path, logging_steps=3) as log:

@@ -78,7 +78,8 @@ def test_profile_writes_a_trace_and_a_table(tmp_path, capsys, without_curves):
         assert {f"time/{stage}" for stage in STAGES} <= set(row)
 
 
-PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "L40S": 362e12, "L4": 121e12, "A10": 125e12, "T4": None}
+PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10": 125e12, "A10G": 70e12,
+         "GB200": 2500e12, "T4": None}  # fmt: skip
 
 
 def test_the_peak_of_a_gpu_is_found_by_its_name(monkeypatch):

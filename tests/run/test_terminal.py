@@ -45,7 +45,9 @@ def clock(monkeypatch):
 def run(terminal, clock):
     """Four steps of a second, every other of which is logged, and an evaluation of ten seconds after the second one."""
     terminal.progress(4, "GRPO")
+    clock[0] += 60  # the first evaluation
     for step in range(1, 5):
+        terminal.begun()
         clock[0] += 1
         terminal.advance(reward=0.123456, accuracy=0.5, kl=1e-5)
         if step % 2 == 0:

@@ -143,3 +143,4 @@ def test_tracker_names_equal_trls():
         "eval/accuracy": 0.5, "eval/runtime": 2.0, "eval/reward": 0.25, "eval/completions/mean_length": 3.0,
     }  # fmt: skip
     assert named(3, {"eval_hard/time": 1.0}) == {"eval/hard_runtime": 1.0}
+    assert named(3, {"test/accuracy": 1.0}) == {"test/accuracy": 1.0}

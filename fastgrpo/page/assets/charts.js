@@ -70,7 +70,8 @@ const PALETTE = ["#3b82d6", "#e0762a", "#2f9e63", "#c94f9b", "#8f6ed5", "#b8891d
 const DASHES = ["solid", "dash", "dot", "dashdot"];
 const TIMES = [[7200, 3600, "h"], [300, 60, "min"], [0, 1, "s"]]; // from so many seconds on: seconds of a unit, its name
 
-const isEvaluation = (metric) => metric.startsWith("eval/");
+const isEvaluation = (metric) => /^(eval|test)(_[^/]+)?\//.test(metric);
+const modeOf = ({ value }) => value.length === 1 ? "lines+markers" : "lines"; // a line of one point is invisible
 
 /** The unit of the time axis, which all runs of the page share. */
 function timeUnit(runs) {
@@ -141,10 +142,10 @@ function tracesOf(state, run, metric, label, window, style) {
   const common = { type: "scatter", hovertemplate: "%{y:.4~g}", legendgroup: metric, showlegend: state.runs.length === 1 };
   if (isEvaluation(metric)) return [{ ...common, ...evaluationTrace(run, metric, series, x, name, style) }];
   const line = { color: style.color, width: 1.8, dash: style.dash };
-  if (state.smooth === 1 || window === 1) return [{ ...common, x, y: series.value, name, mode: "lines", line }];
+  if (state.smooth === 1 || window === 1) return [{ ...common, x, y: series.value, name, mode: modeOf(series), line }];
   return [
-    { ...common, x, y: series.value, name: `${name}, each`, showlegend: false, mode: "lines", line: { color: faded(style.color), width: 1 } },
-    { ...common, x, y: smoothed(series, state.smooth), name, mode: "lines", line },
+    { ...common, x, y: series.value, name: `${name}, each`, showlegend: false, mode: modeOf(series), line: { color: faded(style.color), width: 1 } },
+    { ...common, x, y: smoothed(series, state.smooth), name, mode: modeOf(series), line },
   ];
 }
 
@@ -185,7 +186,8 @@ function entriesOf(panel) {
 /** What plotly draws of a panel. Of several runs, the legend has a grey line for each metric: the runs have colors. */
 function make(panel, state) {
   const drawn = state.shown().flatMap((run) => entriesOf(panel).map((entry) => ({ run, ...entry })))
-    .filter(({ run, metric }) => run.series[metric] && run.series[metric].value.length);
+    .filter(({ run, metric }) => run.series[metric] && run.series[metric].value.length
+      && (!panel.command || run.settings.command === panel.command));
   const curves = drawn.flatMap(({ run, metric, label: named, order, dashed }) =>
     tracesOf(state, run, metric, named, panel.window, styleOf(state, run, order, dashed)));
   const keys = state.runs.length === 1 ? [] : drawn.filter(({ metric }, at) => drawn.findIndex((one) => one.metric === metric) === at)
@@ -221,7 +223,7 @@ const stagesOf = (run) => Object.keys(run.series).filter((name) => name.startsWi
 
 /** The seconds of a step by its stages, one upon the other, smoothed like the curves. */
 function stages(run, state) {
-  const traces = stagesOf(run).map((name, order) => ({ type: "scatter", mode: "lines", stackgroup: "stages",
+  const traces = stagesOf(run).map((name, order) => ({ type: "scatter", mode: modeOf(run.series[name]), stackgroup: "stages",
     name: name.slice(5), x: along(run, run.series[name].at, state), y: smoothed(run.series[name], state.smooth),
     line: { width: 0.5, color: PALETTE[order % PALETTE.length] }, fillcolor: `${PALETTE[order % PALETTE.length]}b0`,
     hovertemplate: "%{y:.3~g} s" }));
