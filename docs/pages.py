@@ -55,8 +55,8 @@ command line and YAML files accept only settings. If an argument contradicts a s
 
 - If a script sets `per_device_train_batch_size`, `gradient_accumulation_steps`, `steps_per_generation` or
   `generation_batch_size`, the others have TRL's defaults, and all `*_steps` arguments count updates, as in TRL.
-- If not, a step has `prompts_per_step` prompts (8; TRL's default is 1), and all `*_steps` arguments count steps. A step
-  is one rollout with its updates.
+- If not, a step has `prompts_per_step` prompts (8; TRL's default is 1), and all `*_steps` arguments except
+  `warmup_steps` count steps. A step is one rollout with its updates.
 
 **Epochs.** TRL drops the last batch of an epoch if it is incomplete. fastgrpo fills it with the first prompts of the
 next epoch, so the last epoch may have one more step.
@@ -113,7 +113,7 @@ DIFFERS = [
     ("prompt tuning trains", "an error: pass a `LoraConfig`"),
     (
         "if `model` is a `PeftModel` with trained adapters, the reference includes them",
-        "an error: merge them first",
+        "an error: save the merged model, and pass its folder",
     ),
     ("`reward_std` is over all completions of a step", "the mean over groups of the group's standard deviation"),
     ("`eval_loss` is a mean over batches", "`eval_loss` treats all completions of an evaluation as one batch"),
