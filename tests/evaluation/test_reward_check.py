@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from pool_rewards import ends_on_9, hangs_on_9, value
-from samples import answer
+from samples import answer, length
 
 from fastgrpo.data.records import Prompt
 from fastgrpo.evaluation.reward_check import check_reward, rank_correlation
@@ -81,10 +81,6 @@ async def mutates_async(completions, answer, **columns):
     return good(completions)
 
 
-def by_length(completions, **columns):
-    return [float(len(text)) for text in completions]
-
-
 @pytest.mark.parametrize("function", [good, good_async, by_group])
 def test_a_good_reward_has_no_warning(function):
     found = check(function)
@@ -117,7 +113,7 @@ def test_completions_may_lack_what_a_check_needs():
     (warning,) = check(good, [one[:1] for one in GROUPS]).warnings
     assert "Each prompt has one completion" in warning
     row = Prompt([], "p", {})
-    (warning,) = check(by_length, [[answer(row, [65], "x" * n) for n in range(1, 10)]]).warnings
+    (warning,) = check(length, [[answer(row, [65], "x" * n) for n in range(1, 10)]]).warnings
     assert "Longer is better: its rank correlation with the length is 1.00" in warning
 
 

@@ -1,6 +1,7 @@
 """The check of a kernel's first use, with functions in place of kernels; tests/kernels/interpreted/ has the kernels."""
 
 import logging
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,22 +22,13 @@ def fresh(monkeypatch):
     monkeypatch.setenv(dispatch.VARIABLE, "1")
 
 
-def wrong():
-    return "log-probs differ"
-
-
-def broken():
-    raise TypeError("no such instruction\nand a long listing")
-
-
-def full():
-    raise torch.OutOfMemoryError("CUDA out of memory")
+wrong = Mock(return_value="log-probs differ")
+broken = Mock(side_effect=TypeError("no such instruction\nand a long listing"))
+full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
 
 
 def refused():
-    def refusing(states):
-        raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
-
+    refusing = Mock(side_effect=RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation"))
     return dispatch.difference(head(), refusing, torch.randn(4, 16), True)
 
 

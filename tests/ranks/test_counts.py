@@ -132,20 +132,15 @@ def parts_of(sent, kind):
 
 
 @pytest.mark.parametrize("case, passes, gathers", [("fsdp2-small", 2, 2), ("fsdp2-kept", 2, 1)])
-def test_fsdp2_gathers_layers_for_each_pass_and_reduces_their_gradients(counts, case, passes, gathers):
+def test_fsdp2_gathers_all_weights_once_and_layers_for_each_pass_and_reduces_gradients(counts, case, passes, gathers):
     """Embedding and head, the last unit, stay whole from the forward to the backward pass."""
     sent, units = counts[case]["sent"], [FP32 * count for count in counts[case]["units"]]
     layers, root = units[:-1], units[-1]
+    assert sent.keys() == {"elsewhere", "update"}
+    assert sorted(sent["elsewhere"]) == sorted(["allgather_base", unit] for unit in units)  # once, before it draws
     assert parts_of(sent["update"], "allgather_base") == sorted((layers * gathers + [root]) * passes)
     assert parts_of(sent["update"], "reduce_scatter_base") == sorted(units * passes)
     assert [entry for entry in sent["update"] if "_base" not in entry[0]] == SCALARS
-
-
-@pytest.mark.parametrize("case", [name for name in CASES if name.startswith("fsdp2") and "lora" not in name])
-def test_fsdp2_gathers_the_whole_weights_once_before_it_draws(counts, case):
-    sent = counts[case]["sent"]
-    assert sent.keys() == {"elsewhere", "update"}
-    assert sorted(sent["elsewhere"]) == sorted(["allgather_base", FP32 * count] for count in counts[case]["units"])
 
 
 def test_adapters_of_a_sharded_base_are_added_up_as_ddp_does(counts):

@@ -89,20 +89,14 @@ def samples_of(name):
 
 
 CASES = [
-    Case("grpo", 0.04, parallel="ddp", budget=60),
-    Case("luspo", 0.0, parallel="fsdp2", budget=60),
-    Case("vespo", 0.0, parallel="ddp", budget=60, adaptive=True),
-    Case("dapo", 0.0, "few", "ddp", 60),
-    Case("dapo", 0.0, "none", "fsdp2", 60),
-    Case("dapo", 0.04, "apart", "fsdp2", 60),
-    Case("dapo", 0.1, parallel="fsdp2", knobs=(("kl", "full"),)),
+    Case("grpo", 0.04, parallel="ddp", budget=60), Case("luspo", 0.0, parallel="fsdp2", budget=60),
+    Case("vespo", 0.0, parallel="ddp", budget=60, adaptive=True), Case("dapo", 0.0, "few", "ddp", 60),
+    Case("dapo", 0.0, "none", "fsdp2", 60), Case("dapo", 0.04, "apart", "fsdp2", 60),
+    Case("dapo", 0.1, parallel="fsdp2", knobs=(("kl", "full"),)), Case("dapo", 0.04, "few", "fsdp2", lora=True),
     Case("dapo", 0.04, parallel="fsdp2", budget=60, minibatches=2, selection=SELECTION, adaptive=True),
-    Case("dapo", 0.04, "few", "fsdp2", lora=True),
-    Case("dr_grpo", 0.0, parallel="ddp", budget=40),
-    Case("bnpo", 0.04, parallel="ddp", budget=60, minibatches=2),
-    Case("cispo", 0.0, parallel="fsdp2", budget=150),
-    Case("sapo", 0.04, parallel="fsdp2", budget=40),
-]
+    Case("dr_grpo", 0.0, parallel="ddp", budget=40), Case("bnpo", 0.04, parallel="ddp", budget=60, minibatches=2),
+    Case("cispo", 0.0, parallel="fsdp2", budget=150), Case("sapo", 0.04, parallel="fsdp2", budget=40),
+]  # fmt: skip
 
 
 def trajectory(case, ranks=ALONE):

@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from samples import answer
+from samples import answer, length
 from tokenizers import AddedToken
 from transformers import Qwen2ForSequenceClassification, RobertaConfig, RobertaForSequenceClassification
 
@@ -128,9 +128,6 @@ def test_finds_models_by_name_and_folder(tmp_path):
 
 
 def test_combines_functions_and_reward_models(tmp_path):
-    def length(completions, **_):
-        return [float(len(text)) for text in completions]
-
     tokenizer = tiny.tokenizer()
     mixed = [length, saved(tmp_path / "judge", classifier(seed=1)), classifier()]
     functions = find_rewards(mixed, [None, None, tokenizer])

@@ -143,16 +143,11 @@ def test_rejects_weight_updates_with_requests_in_flight():
     assert len(engine.generate(PROMPTS, 2, SamplingParams(max_tokens=5))) == 8
 
 
-def count_tokens(model, monkeypatch):
+def test_a_prompt_is_computed_once_a_group_in_parts_where_it_is_long(monkeypatch):
+    model = tiny.model()
     tokens, forward = [], model.base_model.forward
     counted = lambda input_ids, **kw: tokens.append(input_ids.numel()) or forward(input_ids, **kw)  # noqa: E731
     monkeypatch.setattr(model.base_model, "forward", counted)
-    return tokens
-
-
-def test_a_prompt_is_computed_once_a_group_in_parts_where_it_is_long(monkeypatch):
-    model = tiny.model()
-    tokens = count_tokens(model, monkeypatch)
     RolloutEngine(model).generate(PROMPTS, 8, SamplingParams(max_tokens=3, seed=0))
     assert tokens == [sum(map(len, PROMPTS)), 8 * len(PROMPTS), 8 * len(PROMPTS)]
     tokens.clear()

@@ -5,6 +5,10 @@ import torch
 from fastgrpo.data import Prompt, Sample
 
 
+def length(completions, **_):
+    return [float(len(text)) for text in completions]
+
+
 def drawn(ids, logps=None, reason="stop", *, prompt_ids=(1,), sampler_logps=None):
     logps = torch.zeros(len(ids)) if logps is None else logps
     sampler_logps = logps if sampler_logps is None else sampler_logps

@@ -67,17 +67,13 @@ def test_a_missing_package_is_a_user_error(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1].endswith("not installed: pip install reasoning-gym")
 
 
-@pytest.mark.parametrize("text", [
-    "__import__('os').system('x')", "(lambda: 1)()", "x.subs(1, 2)", "9**9**9", "2**(50*50)", "1 << 10**3", "9999999!",
-    "[open\n('x')]", "f(x", "2**1000000",
+@pytest.mark.parametrize("computes, texts", [
+    (False, ("__import__('os').system('x')", "(lambda: 1)()", "x.subs(1, 2)", "9**9**9", "2**(50*50)", "1 << 10**3",
+             "9999999!", "[open\n('x')]", "f(x", "2**1000000")),
+    (True, ("4*(3 - 2)", "-2*x**3*cos(x) + C", "(x + 1)**(3/2)", "1 2 3", "[['1', '2']]")),
 ])  # fmt: skip
-def test_answers_that_run_code_are_not_evaluated(text):
-    assert not reasoning_gym.only_computes(text)
-
-
-@pytest.mark.parametrize("text", ["4*(3 - 2)", "-2*x**3*cos(x) + C", "(x + 1)**(3/2)", "1 2 3", "[['1', '2']]"])
-def test_answers_that_compute_are_evaluated(text):
-    assert reasoning_gym.only_computes(text)
+def test_only_answers_that_compute_are_evaluated(computes, texts):
+    assert [text for text in texts if reasoning_gym.only_computes(text) != computes] == []
 
 
 def test_the_prompt_says_which_tags_are_rewarded():

@@ -12,6 +12,7 @@ import tiny
 import torch
 import trl
 from runs import PROMPTS, lines, make_trainer, share_of_a
+from samples import length
 from transformers import Qwen2ForSequenceClassification
 
 from fastgrpo import GRPOConfig, GRPOTrainer
@@ -21,10 +22,6 @@ pytestmark = pytest.mark.usefixtures("without_curves")
 # 16 completions of a step are 4 prompts with 4 completions each; TRL's names and ours may stand side by side.
 STREAM = datasets.IterableDataset.from_generator(lambda: iter(PROMPTS * 9))
 BATCHES = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "prompts_per_step": 4}
-
-
-def length(completions, **_):
-    return [float(len(text)) for text in completions]
 
 
 def script(tmp_path, reward=share_of_a, **settings):

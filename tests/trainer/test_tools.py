@@ -57,21 +57,16 @@ def test_the_tokens_of_answers_are_attended_to_and_not_learned(share_prompt):
         torch.testing.assert_close(gradient, parameter.grad, atol=1e-6, rtol=1e-5)
 
 
-DRAWN = [[40, 41, 42, ENDS[0]], [43, 44, 45, 46]]  # the second one is truncated
-
-
 def rollouts(prompts, it):
     """As in TRL, the second parameter may have any name, and the prompts are copies."""
     assert it.tokenizer is not None and len(prompts) == 8
     for prompt in prompts:
         prompt.clear()
+    drawn = [[40, 41, 42, ENDS[0]], [43, 44, 45, 46]]  # the second one is truncated
     return {
-        "prompt_ids": [[50 + i // 4] for i in range(8)],
-        "completion_ids": [DRAWN[i % 2] for i in range(8)],
-        "logprobs": [[-1.0, 0.0, -2.0, -3.0]] * 8,
-        "env_mask": [[1, 0, 1, 1]] * 8,
-        "won": [float(i % 4) for i in range(8)],
-    }
+        "prompt_ids": [[50 + i // 4] for i in range(8)], "completion_ids": drawn * 4, "env_mask": [[1, 0, 1, 1]] * 8,
+        "logprobs": [[-1.0, 0.0, -2.0, -3.0]] * 8, "won": [float(i % 4) for i in range(8)],
+    }  # fmt: skip
 
 
 def won(won, **_):

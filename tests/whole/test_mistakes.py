@@ -4,7 +4,6 @@ import errno
 import importlib
 import json
 import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -60,14 +59,9 @@ def written(file, content):
     return lambda c: (c.model / file).write_text(content)
 
 
-class Code:
-    def __reduce__(self):
-        return print, ("the code of the model ran",)
-
-
 def pickled(c):
     (c.model / "model.safetensors").unlink()
-    (c.model / "pytorch_model.bin").write_bytes(pickle.dumps(Code(), protocol=2))
+    (c.model / "pytorch_model.bin").write_bytes(b"\x80\x02c__builtin__\nprint\n(S'the code of the model ran'\ntR.")
 
 
 def gguf(change=lambda file: None):
