@@ -178,6 +178,12 @@ def policy_and_tokenizer(
     if tokenizer is None and not model.config._name_or_path:
         raise ValueError("a model created in memory has no tokenizer to load; pass processing_class")
     _refuse_quantized(model)
+    low = [name for name, value in model.named_buffers() if "inv_freq" in name and value.itemsize < 4]
+    if low:
+        raise ValueError(
+            f"the buffer {low[0]} of the model was cast to 16 bits, and checkpoints do not contain it; load the model "
+            "with dtype=torch.bfloat16 instead of casting it"
+        )
     device = choose_device(config.device)
     cast(model, choose_dtype(config.dtype, device))
     _placed(model, device, config.load_in_4bit)

@@ -131,6 +131,7 @@ class Jail:
                     pass_fds=(theirs.fileno(), allowed.fileno(), information.fileno()),
                     cwd="/",
                     env={},  # the jail can read bwrap's environment, and the trainer's contains keys
+                    start_new_session=True,  # Ctrl-C, after which the trainer finishes its step, must not end the jail
                     **prison.user,
                 )
             except BaseException:

@@ -207,7 +207,9 @@ def digest_of_rows(rows: Iterable[dict]) -> str:
     """
     digest = hashlib.sha256()
     for row in rows:
-        for name in sorted(row):
+        if not isinstance(row, Mapping):  # refused by the check of rows
+            continue
+        for name in sorted(row, key=str):
             digest.update(f"{json.dumps(name)}:{_text(row[name])},".encode())
         digest.update(b"\n")
     return digest.hexdigest()

@@ -180,6 +180,8 @@ class GRPOTrainer:
         )
         self.policy, self.tokenizer, self.plan = made.policy, made.tokenizer, made.plan
         stops = stop_token_ids(self.policy, self.tokenizer)
+        if self.policy.module.generation_config is not None:  # as transformers' trainers: checkpoints name these tokens
+            self.policy.module.generation_config.eos_token_id = stops[0] if len(stops) == 1 else list(stops)
         self.prompts = Prompts.of(self.tokenizer, args, pool, stops)
         if self.rewards is not None:
             reads_steps = getattr(args, "process_rewards", "outcome") == "token"  # step rewards per token

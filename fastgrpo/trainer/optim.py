@@ -6,9 +6,10 @@ gradients and moments. After each step the masters are copied into the module's 
 """
 
 import math
-import weakref
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +20,13 @@ from transformers import get_scheduler
 from fastgrpo.policy.shard import fill, local
 from fastgrpo.ranks import Ranks
 
-_HOOKS = {}  # by the id of a parameter below fp32: the hook that moves its gradient to the newest master
-
 
 class MasterAdamW:
     """AdamW (arXiv 1711.05101) over a module's trainable parameters, with an fp32 master of each one below fp32.
 
-    A hook adds the gradient of a low-precision parameter to its master's gradient in fp32 as soon as it is computed. So
-    the accumulation over micro-batches is exact to fp32, and there is no second copy of the gradients.
+    Within `receiving`, a hook adds the gradient of a low-precision parameter to its master's gradient in fp32 as soon
+    as it is computed. So the accumulation over micro-batches is exact to fp32, and there is no second copy of the
+    gradients.
 
     The parameters of a sharded policy are fp32 shards and their own masters. Gradients and moments are sharded too.
 
@@ -49,6 +49,7 @@ class MasterAdamW:
             raise ValueError(f"{type(model).__name__} has no trainable parameters")
         self.pairs = []  # (parameter, master) of each parameter below fp32; the others are their own masters
         masters = [self._master(parameter) for parameter in named.values()]
+        self._note_versions()
         # Norms and biases have no weight decay, as usual.
         groups = [
             {"params": [m for m in masters if m.ndim >= 2], "weight_decay": weight_decay},
@@ -71,23 +72,34 @@ class MasterAdamW:
         self.adamw = AdamW8bit(**settings, eps=eps)
 
     def _master(self, parameter):
-        if earlier := _HOOKS.pop(id(parameter), None):  # of an earlier trainer of this model
-            earlier.remove()
         if parameter.dtype in (torch.float32, torch.float64):
             return parameter
         master = parameter.detach().float().requires_grad_()
         self.pairs.append((parameter, master))
-
-        def move(parameter):
-            if master.grad is None:
-                master.grad = parameter.grad.float()
-            else:
-                master.grad.add_(parameter.grad)  # in fp32; on a GPU without a copy of parameter.grad
-            parameter.grad = None
-
-        _HOOKS[id(parameter)] = parameter.register_post_accumulate_grad_hook(move)
-        weakref.finalize(parameter, _HOOKS.pop, id(parameter), None)
         return master
+
+    def _note_versions(self):
+        self.versions = [parameter._version for parameter, _ in self.pairs]
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """Begin without gradients, and give those of parameters below fp32 to their masters within the context.
+
+        Masters whose parameter something else has changed, such as another trainer of the model, take its values.
+        """
+        with torch.no_grad():
+            for (parameter, master), version in zip(self.pairs, self.versions, strict=True):
+                parameter.grad = None
+                if parameter._version != version:
+                    master.copy_(parameter)
+        for master in self.masters:
+            master.grad = None
+        hooks = [p.register_post_accumulate_grad_hook(partial(_move, master)) for p, master in self.pairs]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @torch.no_grad()
     def reduce(self, ranks: Ranks, loss: torch.Tensor | None) -> torch.Tensor | None:
@@ -193,6 +205,7 @@ class MasterAdamW:
                 else:  # the count of steps, with bitsandbytes
                     mine[name] = saved[name]
         self._take_over(groups)
+        self._note_versions()  # of the weights that were loaded before
 
     def named_state(self) -> dict[str, Any]:
         """Return the same state by parameter names, which do not depend on the sharding."""
@@ -244,6 +257,16 @@ class MasterAdamW:
         """Copy the masters into the module's weights below fp32."""
         if self.pairs:
             torch._foreach_copy_(*map(list, zip(*self.pairs, strict=True)))  # one launch for many weights
+            self._note_versions()
+
+
+def _move(master, parameter):
+    """Add the gradient of a parameter to that of its master, in fp32; on a GPU without a copy of it."""
+    if master.grad is None:
+        master.grad = parameter.grad.float()
+    else:
+        master.grad.add_(parameter.grad)
+    parameter.grad = None
 
 
 def make_schedule(

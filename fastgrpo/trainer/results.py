@@ -88,17 +88,30 @@ def save_model(trainer: Any, output_dir: str | Path | None = None) -> None:
             trainer.log.say(f"the model is saved in {path}")
 
 
-def push_to_hub(trainer: Any, commit_message: str = "End of training", **settings: Any) -> Any:
-    """Upload the model, its tokenizer and its card to the hub. All ranks must call this together."""
+def push_to_hub(
+    trainer: Any,
+    commit_message: str = "End of training",
+    blocking: bool = True,
+    token: str | None = None,
+    revision: str | None = None,
+    **card: Any,
+) -> Any:
+    """Upload the model, its tokenizer and its card to the hub. All ranks must call this together.
+
+    The upload always blocks, and the fields of transformers' own `card` are not used.
+    """
     from huggingface_hub import HfApi
 
     with TemporaryDirectory() as folder:
         trainer.save_model(folder)
         if not trainer.ranks.lead:
             return None
-        api, name = HfApi(), trainer.args.hub_model_id or trainer.log.dir.name
+        api, name = HfApi(token=token), trainer.args.hub_model_id or trainer.log.dir.name
         repo = api.create_repo(name, private=trainer.args.hub_private_repo, exist_ok=True).repo_id
-        return api.upload_folder(folder_path=folder, repo_id=repo, commit_message=commit_message)
+        branch = {"revision": revision} if revision else {}
+        if revision:
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        return api.upload_folder(folder_path=folder, repo_id=repo, commit_message=commit_message, **branch)
 
 
 def log_metrics(trainer: Any, split: str, metrics: Mapping[str, Any]) -> None:

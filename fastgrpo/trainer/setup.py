@@ -210,6 +210,11 @@ def make_policy(
             f"parallel={args.parallel} needs several processes, and there is only one; start the run with torchrun "
             "--nproc_per_node N -m fastgrpo.train ..., or omit parallel. One process can use fsdp2_offload"
         )
+    if len({*getattr(model, "hf_device_map", {}).values()}) > 1:
+        raise ValueError(
+            "device_map has spread the model over several devices, but a process trains on one; load it without "
+            "device_map, and use torchrun for several GPUs"
+        )
     tokens, path = 0, getattr(model, "name_or_path", model)
     known = tokenizer is not None or (isinstance(path, (str, Path)) and str(path))  # a model in memory has no path
     if rows is not None and known and choose_device(args.device).type == "cuda":

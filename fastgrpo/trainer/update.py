@@ -80,7 +80,7 @@ class Learner:
         change, and only the schedule advances.
         """
         total = None
-        with self.ranks.waiting("an update"):
+        with self.ranks.waiting("an update"), self.optimizer.receiving():
             for loss in self._losses(samples, loss_fn, idle_fn):
                 with self.timer.stage("backward"):
                     loss.backward()

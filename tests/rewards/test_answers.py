@@ -29,8 +29,6 @@ READERS = {
     "digits": lambda text, reference: digits_reward([], [text], [reference])[0],
     "program": lambda text, _: program_of(text),
 }  # fmt: skip
-
-
 ROWS = [pytest.param(row, id=f"{row['reader']} {i + 2}") for i, row in enumerate(EXAMPLES) if row["reader"] in READERS]
 
 

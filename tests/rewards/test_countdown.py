@@ -43,17 +43,14 @@ def test_computes_exact_values_with_each_number_used_at_most_once(case):
     assert value(text) == (None if Counter(used) - Counter(NUMBERS) else expected)
 
 
-ATTACKS = [
+@pytest.mark.parametrize("text", [
     "", "   ", "2+3=5", "2,3", "2+", "2 3", "(2+3", "()", "(2,3)", "2**3", "7**7**7**7", "7//2", "7%2", "2^3", "-2",
     "+2", "2" + "-" * 60 + "3", "x", "exit()", "2(3)", "__import__('os')", "(2).real", "2<3", "2 if 3 else 7", "(x:=2)",
     "lambda: 2", "'2'*7", "True+2", "2.0+3", "2e3", "2j", "0x2", "02+3", "7_7", "٢+٣", "２+３", "2²", "½", "7−2",
     "2+\x003", "2+\n3", "2+3#", "2+4", "2+2", "7+7+7", "9" * MAX_LENGTH, "2/(7-7)", "(7-7)/(7-7)",
     "2+3" + " " * MAX_LENGTH + "+7", "2+" * 5000 + "3", "9" * 10_000, "(" * 10_000 + "2" + ")" * 10_000,
     "(" * 45 + "2" + ")" * 44, "1" + "+1" * (MAX_LENGTH // 2 - 1), "2-(" * 24 + "2" + ")" * 24,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("text", ATTACKS, ids=lambda text: repr(text[:20]))
+], ids=lambda text: repr(text[:20]))  # fmt: skip
 def test_malicious_expressions_have_no_value(text):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # Python's parser may warn about what it reads

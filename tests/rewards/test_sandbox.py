@@ -33,13 +33,10 @@ def test_reads_every_kind_of_test():
     assert [type(test) for test in read_tests(tests)] == [Output] * 2 + [Value] * 2 + [Assertion] * 4
 
 
-NO_TESTS = [
+@pytest.mark.parametrize("tests", [
     "[]", {"input": "1", "output": "2"}, ["assert f(1)"], [{"input": "1"}], [{"input": "1", "output": 2}],
     [{"input": "1", "output": "2", "assert": "assert f"}], [{"assert": "assert f("}],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("tests", NO_TESTS, ids=str)
+], ids=str)  # fmt: skip
 def test_rejects_unreadable_tests(tests):
     with pytest.raises(ValueError, match="the column tests"):
         read_tests(tests)

@@ -316,7 +316,7 @@ ROWS = [{"prompt": "ab", "answer": 1}, {"prompt": "cd", "answer": 2}]
 ])  # fmt: skip
 def test_other_rows_have_another_digest(other):
     assert digest_of_rows(other) != digest_of_rows(ROWS) == digest_of_rows(tuple(UserDict(row) for row in ROWS))
-    assert digest_of_rows([dict(reversed(row.items())) for row in ROWS]) == digest_of_rows(ROWS)
+    assert digest_of_rows([dict(reversed(row.items())) for row in ROWS]) == digest_of_rows([*ROWS, "no row"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

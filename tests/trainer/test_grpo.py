@@ -113,10 +113,12 @@ def test_fixes_contradictory_generation_settings_before_saving(tmp_path):
     """Some models on the hub have such settings: transformers loads them, and refuses to save them."""
     path = tiny.save(tmp_path / "model") / "generation_config.json"
     settings = {**json.loads(path.read_text()), "temperature": 0.6, "top_p": 0.9, "do_sample": False}
+    settings["eos_token_id"] = [9]  # the tokenizer's ends completions too
     path.write_text(json.dumps(settings))
     make_trainer(tmp_path, model=str(path.parent), max_steps=1).train()
     saved = json.loads((tmp_path / "run" / "checkpoint-1" / path.name).read_text())
     assert (saved["do_sample"], saved["temperature"], saved["top_p"]) == (True, 0.6, 0.9)
+    assert saved["eos_token_id"] == sorted([9, tiny.tokenizer().eos_token_id])
 
 
 def test_every_prompt_of_a_run_goes_through_the_chat_template_with_its_arguments(tmp_path):

@@ -68,6 +68,9 @@ def hub(monkeypatch):
     asked = []
 
     class Hub:
+        def __init__(self, token=None):
+            self.create_branch = lambda repo, branch, exist_ok: asked.append((token, branch))
+
         def create_repo(self, name, **settings):
             asked.append((name, settings))
             return SimpleNamespace(repo_id=f"me/{name}")
@@ -93,3 +96,5 @@ def test_the_model_is_uploaded_at_the_end_and_on_request(tmp_path, hub):
     assert upload["repo_id"] == f"me/{repo}"
     assert trainer.push_to_hub(commit_message="done", dataset_name="mine") == "the commit"
     assert hub[-1][1] == {"repo_id": f"me/{repo}", "commit_message": "done"}
+    trainer.push_to_hub(token="mine", revision="dev")
+    assert hub[-2] == ("mine", "dev") and hub[-1][1]["revision"] == "dev"

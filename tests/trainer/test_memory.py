@@ -72,7 +72,8 @@ def test_planned_memory_equals_that_of_training(tmp_path, architecture, dtype, l
     assert held["policy"] == size(model.parameters())
     assert held["reference"] == (0 if lora else size(reference))
     optimizer = MasterAdamW(model, learning_rate=1.0)
-    sum(p.float().sum() for p in model.parameters() if p.requires_grad).backward()
+    with optimizer.receiving():
+        sum(p.float().sum() for p in model.parameters() if p.requires_grad).backward()
     assert held["gradients"] == size(master.grad for master in optimizer.masters)
     optimizer.step()
     own_masters = [master for _, master in optimizer.pairs]

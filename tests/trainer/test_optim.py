@@ -15,16 +15,22 @@ from fastgrpo.trainer.optim import MasterAdamW, check_schedule, make_schedule
 def test_micro_batches_accumulate_in_fp32():
     layer = torch.nn.Linear(1, 1, bias=False).bfloat16()
     optimizer = MasterAdamW(layer, learning_rate=1e-3)
-    for value in [1.0] + [2**-9] * 64:  # each of the 64 alone would be rounded away next to 1
-        (layer.weight.sum() * value).backward()
-    assert optimizer.masters[0].grad.item() == 1 + 64 * 2**-9
+    with optimizer.receiving():
+        for value in [1.0] + [2**-9] * 64:  # each of the 64 alone would be rounded away next to 1
+            (layer.weight.sum() * value).backward()
+    assert optimizer.masters[0].grad.item() == 1 + 64 * 2**-9 and layer.weight.grad is None
 
 
-def test_the_last_trainer_of_a_model_gets_its_gradients():
+def test_two_trainers_of_a_model_update_it_in_turns():
     layer = torch.nn.Linear(1, 1, bias=False).bfloat16()
-    first, second = (MasterAdamW(layer, learning_rate=1e-3) for _ in range(2))
-    layer.weight.sum().backward()
-    assert first.masters[0].grad is None and second.masters[0].grad.item() == 1
+    optimizers = [MasterAdamW(layer, learning_rate=0.25) for _ in range(2)]
+    before = layer.weight.item()
+    for optimizer in (*optimizers, *optimizers):
+        layer.weight.sum().backward()  # of no trainer
+        with optimizer.receiving():
+            layer.weight.sum().backward()
+        assert optimizer.step() == 1
+    assert layer.weight.item() == pytest.approx(before - 1, abs=0.02)
 
 
 def test_an_update_without_gradients_equals_one_with_zeros():
@@ -40,7 +46,8 @@ def test_an_update_without_gradients_equals_one_with_zeros():
 
 def step_8bit(optimizer, model, seed, factor=1.0):
     generator = torch.Generator().manual_seed(seed)
-    (factor * sum((p * torch.randn(p.shape, generator=generator)).sum() for p in model.parameters())).backward()
+    with optimizer.receiving():
+        (factor * sum((p * torch.randn(p.shape, generator=generator)).sum() for p in model.parameters())).backward()
     return optimizer.step()
 
 

@@ -126,15 +126,12 @@ def test_a_checkpoint_of_another_command_is_refused(tmp_path):
         make_grpo(tmp_path, resume_from_checkpoint="auto")
 
 
-MISTAKES = [
+@pytest.mark.parametrize("changes, message", [
     ({"rows": [*ROWS, {"prompt": "1+"}]}, "train_dataset row 16: .*'completion'"),
     ({"eval_rows": [*HELD_OUT, {"prompt": "1+"}]}, "eval_dataset row 2"),
     ({"rows": [{"prompt": "a" * 2000, "completion": "b" * 60}]}, "row 0: the example has 2061 tokens"),
     ({"rows": Curriculum([Level("easy", ShuffledRows(ROWS), 0.5), Level("hard", ShuffledRows(ROWS))])}, "Curriculum"),
-]
-
-
-@pytest.mark.parametrize("changes, message", MISTAKES)
+])  # fmt: skip
 def test_reports_wrong_settings_before_the_first_step(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, **changes).train()

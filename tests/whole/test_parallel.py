@@ -98,9 +98,7 @@ def metrics(path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    tiny.save(folder / "model", tie_word_embeddings=True)
-    return folder
+    return tiny.save(tmp_path_factory.mktemp("runs") / "model", tie_word_embeddings=True).parent
 
 
 def compare(one, other):

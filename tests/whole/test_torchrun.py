@@ -50,9 +50,7 @@ def main(folder, name):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    tiny.save(folder / "model")
-    return folder
+    return tiny.save(tmp_path_factory.mktemp("ranks") / "model").parent
 
 
 @pytest.fixture(scope="module")
