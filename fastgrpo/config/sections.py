@@ -259,8 +259,8 @@ class ModelConfig:
     lora_alpha: Count = 32
     """Multiply the output of the adapters by lora_alpha / lora_r."""
     lora_target_modules: Several[str] = ()
-    """Add adapters to the linear layers with these names; all-linear means all except the head. Empty uses peft's
-    choice for the architecture."""
+    """Add adapters to the linear layers with these names; all-linear means all except the head, and in many
+    mixtures of experts except all MLPs. Empty uses peft's choice for the architecture."""
 
 
 @settings_class

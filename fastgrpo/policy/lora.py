@@ -110,7 +110,7 @@ def refuse_adapters(model: PreTrainedModel) -> None:
     if has_adapters(model):
         raise ValueError(
             "the model has adapters already; start from merged weights: a run with use_peft writes them to merged/ at "
-            "its end; for a checkpoint, save peft's merge_and_unload() and the tokenizer to a folder"
+            "its end; merge a checkpoint by peft's merge_and_unload(), and save model and tokenizer to a folder"
         )
 
 
@@ -272,5 +272,4 @@ def unwrapped(wrapper: Any, moved: bool) -> tuple[PreTrainedModel, dict[str, Any
             "model.merge_and_unload() and the tokenizer to a folder, and pass the folder with a peft_config, or set "
             "beta to 0"
         )
-    model._hf_peft_config_loaded = False  # set by an earlier trainer; `taken_over` sets it again
     return model, settings

@@ -22,7 +22,7 @@ class Panel:
     labels: tuple[str, ...] = ()  # their names in the legend; empty uses the metrics' own names
     window: int = WINDOW  # logged steps of the moving average; 1 draws only the values
     dashed: tuple[str, ...] = ()  # evaluation metrics to compare with, in the colors of `metrics`
-    command: str = ""  # in a report of several runs, only runs of this command have the curves
+    command: str = ""  # on the page, only runs of this command show the curves
 
 
 # The panels of tasks without their own.
@@ -123,7 +123,7 @@ def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print, panels:
                 continue
             # Lines that may cover others have gaps. Dashes are for the metrics to compare with, if there are some.
             style = "-" if panel.dashed else ("-", "--", ":", "-.")[i % 4]
-            if name.startswith("eval"):
+            if name.startswith(("eval/", "eval_")):
                 axis.plot(steps, values, style, marker="o", color=color, label=label)
                 continue
             if panel.window > 1:
@@ -189,7 +189,7 @@ def _held_out(run_dir, panels):
     first, names = Panel("", "", ("eval/accuracy", "eval/pass@1"), ("accuracy", "pass@1")), {}
     for panel in (with_named(panel, series) for panel in (first, *panels)):
         for name, label in zip(panel.metrics, panel.labels, strict=True):
-            if name.startswith("eval"):
+            if name.startswith(("eval/", "eval_")):
                 names.setdefault(name, f"{panel.title}: {label}" if panel.title else label)
     for name, label in names.items():
         steps, values = series.get(name, ([], []))

@@ -96,24 +96,34 @@ class Environments:
 
     def _reward(self, kind):
         """Make a reward function of `get_reward` of a class."""
+        limit = None  # in seconds
+
+        def set_limit(seconds):
+            nonlocal limit
+            limit = seconds
 
         def get_reward(environments, **columns):
             own = [type(one) is kind and not self._failed(one) for one in environments]
             values = [
-                self._result(in_thread(one.get_reward, worker=self.workers[id(one)])) if mine else None
+                self._result(one, in_thread(one.get_reward, worker=self.workers[id(one)]), limit) if mine else None
                 for one, mine in zip(environments, own, strict=True)
             ]
             begun = [on_loop(value) if inspect.isawaitable(value) else value for value in values]
-            return [self._result(value) if isinstance(value, Future) else value for value in begun]
+            pairs = zip(environments, begun, strict=True)
+            return [self._result(one, value, limit) if isinstance(value, Future) else value for one, value in pairs]
 
         get_reward.__name__ = kind.__name__
         get_reward.pooled = False  # the instances are in this process
+        get_reward.limit = set_limit
         return get_reward
 
-    def _result(self, future):
-        """Wait for a `get_reward` at most as long as for a call."""
-        if not wait([future], self.timeout).done:
-            raise TimeoutError(f"it took longer than tool_timeout={self.timeout:g} s")
+    def _result(self, environment, future, limit):
+        """Wait for a `get_reward`. An instance that exceeds the limit is not used again."""
+        if not wait([future], limit).done:
+            future.cancel()
+            if id(environment) in self.active:
+                self.active[id(environment)].failed = True
+            raise TimeoutError(f"it took longer than reward_timeout={limit:g} s")
         return future.result()
 
     def _failed(self, environment):

@@ -275,8 +275,6 @@ class GRPOTrainer:
         for rows in (train_rows, *self.held_out.values()):
             setup.refuse_images(rows)
         self._check_prompts(train_rows)
-        everything = train_rows, *self.held_out.values()
-        self.rewards.columns = dict.fromkeys(name for rows in everything for name in rows.columns)
 
     def _check_prompts(self, train_rows):
         how = self.prompts, self.policy, self.args.max_completion_length, self._shows_bars, self.ranks
@@ -360,7 +358,11 @@ class GRPOTrainer:
         """Validate all rows once. If they are wrong, release the run folder."""
         try:
             if not self.checked:
-                self._check_rows(as_rows(self.source.rows, "train_dataset.rows"))
+                train_rows = as_rows(self.source.rows, "train_dataset.rows")
+                self._check_rows(train_rows)
+                if self.rewards is not None:
+                    everything = train_rows, *self.held_out.values()
+                    self.rewards.columns = dict.fromkeys(name for rows in everything for name in rows.columns)
         except BaseException:
             self._release()
             raise

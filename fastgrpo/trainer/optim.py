@@ -85,7 +85,8 @@ class MasterAdamW:
     def receiving(self) -> Iterator[None]:
         """Begin without gradients, and give those of parameters below fp32 to their masters within the context.
 
-        Masters whose parameter something else has changed, such as another trainer of the model, take its values.
+        If something else, such as another trainer of the model, has changed a parameter since the last update, its
+        master takes the new values.
         """
         with torch.no_grad():
             for (parameter, master), version in zip(self.pairs, self.versions, strict=True):

@@ -243,12 +243,13 @@ def make_policy(
     needed = args.keeps_first_weights or ranks.size > 1
     digest = digest_of_weights(base_weights(policy.module)) if needed else None
     refuse_differences(ranks, weights_of_the_model=digest)
-    refuse_adapters(policy.module)
-    if args.use_peft and isinstance(model, PreTrainedModel) and model.name_or_path:
+    if args.use_peft and isinstance(model, PreTrainedModel) and Path(model.name_or_path or "-").exists():
         _refuse_resized(model)
     if wrapper is not None:
         taken_over(wrapper)
-    elif args.use_peft:
+    else:
+        refuse_adapters(policy.module)
+    if wrapper is None and args.use_peft:
         wrapper = wrap_lora(
             policy.module,
             r=args.lora_r,

@@ -181,7 +181,6 @@ def test_a_wrapper_gives_its_model_and_settings():
     assert lora.taken_over(wrapper) is wrapper and has_adapters(model)
     plain = copy.deepcopy(wrapper).merge_and_unload()
     assert not has_adapters(plain) and has_adapters(model)
-    assert not has_adapters(unwrapped(wrapper, moved=False)[0])  # for a second trainer
     tiny.stir(model, ".lora_B")  # adapters that have learned something are no reference
     assert unwrapped(wrapper, moved=True)[0] is model
     with pytest.raises(ValueError, match="beta"):

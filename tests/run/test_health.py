@@ -100,7 +100,8 @@ def test_skipping_an_update_causes_no_sync():
     model = tiny.model().to("cuda", torch.bfloat16)
     optimizer, norms = MasterAdamW(model, learning_rate=0.1), []
     for loss in torch.tensor([0.5, torch.nan, 0.5], device="cuda"):
-        sum(parameter.float().sum() for parameter in model.parameters()).backward()
+        with optimizer.receiving():
+            sum(parameter.float().sum() for parameter in model.parameters()).backward()
         torch.cuda.set_sync_debug_mode("error")
         try:
             norms.append(optimizer.step(1.0, loss))

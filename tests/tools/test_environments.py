@@ -214,6 +214,22 @@ def test_a_reset_that_fails_is_the_failure_of_one_completion(how, caplog):
     assert not environments.start([{}], [0])[0].failed
 
 
+def test_a_get_reward_that_hangs_has_the_limit_of_rewards():
+    class Stuck:
+        def reset(self):
+            pass
+
+        async def get_reward(self):
+            await asyncio.sleep(60)
+
+    environments = Environments(Stuck)
+    (episode,), (get_reward,) = environments.start([{}], [0]), environments.rewards
+    get_reward.limit(0.05)
+    with pytest.raises(TimeoutError, match="reward_timeout=0.05 s"):
+        get_reward([episode.environment])
+    assert episode.failed
+
+
 def test_quick_resets_run_in_order_and_slow_ones_together():
     order, together = [], threading.Barrier(5, timeout=60)
 
