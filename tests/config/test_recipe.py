@@ -6,10 +6,8 @@ from fastgrpo.config.recipe import RECIPES, load_yaml, parse, read_yaml, task_de
 from fastgrpo.config.settings import GRPOConfig, SFTConfig
 from fastgrpo.tasks import find_task
 
-SHIPPED = sorted(RECIPES.glob("*.yaml"))
 
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_recipes_are_valid(path):
     """A task's own small model trains in float32 on a GPU too: the accuracies in the docs are of float32."""
     record = SFTConfig if path.stem.endswith("-sft") else GRPOConfig

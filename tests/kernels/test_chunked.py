@@ -190,15 +190,10 @@ def test_one_chunk_is_alive_at_a_time(monkeypatch, softcap, chunks):
         return torch.autograd.grad(output.loss, list(head.values()))
 
     def logps():
-        found = linear_logprob(**head, targets=case.targets, logit_softcap=softcap)
-        return torch.autograd.grad(found.sum(), list(head.values()))
+        return linear_logprob(**head, targets=case.targets, logit_softcap=softcap)
 
-    def scored():
-        with torch.no_grad():
-            return linear_logprob(**head, targets=case.targets, logit_softcap=softcap)
-
-    calls = {"loss": loss, "longer sequences": lambda: loss(**SEQUENCE), "logps": logps}
-    calls |= {"scored": scored}
+    calls = {"loss": loss, "longer sequences": lambda: loss(**SEQUENCE), "scored": torch.no_grad()(logps)}
+    calls["logps"] = lambda: torch.autograd.grad(logps().sum(), list(head.values()))
     # dW may be held twice: it is scaled by grad_output out of place.
     for name, result in compare(calls, 1).items():
         assert result["peak_bytes"] <= (chunks + 0.1) * 4 * chunk * vocab + case.weight.nbytes, name

@@ -11,15 +11,13 @@ import torch
 from fastgrpo.rewards.values import Logs, json_values, read_verdicts
 from fastgrpo.run.metrics import SAMPLE_COLUMNS
 
-LISTS = [
+
+@pytest.mark.parametrize("values", [
     [1.0, 2.0], (1.0, 2.0), map(float, "12"), {"a": 1.0, "b": 2.0}.values(), [True, Fraction(2)],
     torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([[1.0], [2.0]]),
     torch.tensor([1, 2], dtype=torch.bfloat16), numpy.array([1, 2], dtype=numpy.float16),
     pandas.Series([1.0, 2.0], index=[7, 3]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("values", LISTS, ids=lambda value: type(value).__name__)
+], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_lists_are_read_in_their_order(values):
     assert read_verdicts(values, 2) == [1.0, 2.0]
 

@@ -94,11 +94,8 @@ class FakeVLLM:
         if route == "/version":
             return {"version": self.version}
         if route.startswith("/server_info"):
-            options = {
-                "lora_config": self.loras is not None or None,
-                "weight_transfer_config": {"backend": self.transfer},
-            }
-            options["model_config"] = {"logprobs_mode": self.mode}
+            options = {"lora_config": self.loras is not None or None, "model_config": {"logprobs_mode": self.mode}}
+            options["weight_transfer_config"] = {"backend": self.transfer}
             return {"vllm_config": options, "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": self.loras is not None}}
         if route == "/get_world_size":
             return {"world_size": 2}

@@ -225,7 +225,7 @@ def test_a_get_reward_that_hangs_has_the_limit_of_rewards():
     environments = Environments(Stuck)
     (episode,), (get_reward,) = environments.start([{}], [0]), environments.rewards
     get_reward.limit(0.05)
-    with pytest.raises(TimeoutError, match="reward_timeout=0.05 s"):
+    with pytest.raises(TimeoutError, match=r"reward_timeout=0\.05 s"):
         get_reward([episode.environment])
     assert episode.failed
 
