@@ -216,11 +216,10 @@ def triton_grpo_loss(
             f"logits must be [B, T + 1, V] for completion_ids [B, T], got {tuple(logits.shape)} for "
             f"{tuple(completion_ids.shape)}"
         )
-    batch, length = completion_ids.shape
     mask = torch.ones_like(completion_ids, dtype=torch.bool) if completion_mask is None else completion_mask != 0
     objective = objective_of(
         loss_type, eps_high, epsilon=eps_low, delta=delta, beta=beta,
-        max_completion_length=length if max_completion_length is None else max_completion_length,
+        max_completion_length=completion_ids.shape[1] if max_completion_length is None else max_completion_length,
         importance_sampling_level=importance_sampling_level, use_bias_correction_kl=use_bias_correction_kl,
         sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg, vespo_k_pos=vespo_k_pos,
         vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg,
@@ -229,9 +228,8 @@ def triton_grpo_loss(
     loss, kl, clipped = TokenLosses.apply(logits, completion_ids, mask, ref_logp, temperature, terms, inplace)
     if not reduce:
         return loss, kl if beta != 0.0 else None, clipped
-    starts = torch.arange(batch + 1, device=mask.device) * length
     items = step_tokens(objective, mask, num_items_in_batch)
-    weights = objective.token_weights(mask.flatten(), starts, items, loss.dtype).view(mask.shape)
+    weights = objective.token_weights(mask, None, items, loss.dtype)
     tokens = mask.sum().clamp(min=1)
     metrics = [value.sum() / tokens for value in (kl, clipped)]
     return (loss * weights).sum(), metrics if beta != 0.0 else metrics[1:]

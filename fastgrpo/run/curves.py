@@ -108,7 +108,7 @@ def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print, panels:
     from matplotlib.figure import Figure
 
     series = read_metrics(run_dir, say)
-    panels = [with_named(panel, series) for panel in panels if is_measured(with_named(panel, series), series)]
+    panels = [panel for panel in (with_named(panel, series) for panel in panels) if is_measured(panel, series)]
     columns = max(1, math.ceil(len(panels) / 2))
     figure = Figure(figsize=(4 * columns, 7.5), layout="constrained")
     FigureCanvasAgg(figure)

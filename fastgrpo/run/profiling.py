@@ -72,7 +72,7 @@ def update_flops(body: torch.nn.Module, head_weight: torch.Tensor) -> tuple[int,
 
 
 def _size(layer):
-    """Count the weights of a layer; those of 4 bits are packed."""
+    """Count the weights of a layer. A tensor of packed 4-bit weights has fewer elements."""
     return layer.weight.numel() if isinstance(layer, Conv1D) else layer.in_features * layer.out_features
 
 

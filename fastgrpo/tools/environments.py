@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastgrpo.config.fields import did_you_mean
@@ -66,6 +67,7 @@ class Environments:
         self.routed = isinstance(factory, Mapping)
         self.factories = dict(factory) if self.routed else {None: factory}
         self.timeout, self.active, self.warned = timeout, {}, False
+        self.reward_timeout = None  # of a `get_reward`, in seconds
         self.boxes, self.idle, self.resets = {}, {}, {}
         self.workers = {}  # the thread of each instance, by its id
         weakref.finalize(self, _close, self.workers)
@@ -96,34 +98,29 @@ class Environments:
 
     def _reward(self, kind):
         """Make a reward function of `get_reward` of a class."""
-        limit = None  # in seconds
-
-        def set_limit(seconds):
-            nonlocal limit
-            limit = seconds
 
         def get_reward(environments, **columns):
             own = [type(one) is kind and not self._failed(one) for one in environments]
             values = [
-                self._result(one, in_thread(one.get_reward, worker=self.workers[id(one)]), limit) if mine else None
+                self._result(one, in_thread(one.get_reward, worker=self.workers[id(one)])) if mine else None
                 for one, mine in zip(environments, own, strict=True)
             ]
             begun = [on_loop(value) if inspect.isawaitable(value) else value for value in values]
             pairs = zip(environments, begun, strict=True)
-            return [self._result(one, value, limit) if isinstance(value, Future) else value for one, value in pairs]
+            return [self._result(one, value) if isinstance(value, Future) else value for one, value in pairs]
 
         get_reward.__name__ = kind.__name__
         get_reward.pooled = False  # the instances are in this process
-        get_reward.limit = set_limit
+        get_reward.limit = partial(setattr, self, "reward_timeout")
         return get_reward
 
-    def _result(self, environment, future, limit):
+    def _result(self, environment, future):
         """Wait for a `get_reward`. An instance that exceeds the limit is not used again."""
-        if not wait([future], limit).done:
+        if not wait([future], self.reward_timeout).done:
             future.cancel()
             if id(environment) in self.active:
                 self.active[id(environment)].failed = True
-            raise TimeoutError(f"it took longer than reward_timeout={limit:g} s")
+            raise TimeoutError(f"it took longer than reward_timeout={self.reward_timeout:g} s")
         return future.result()
 
     def _failed(self, environment):

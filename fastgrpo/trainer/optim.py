@@ -24,9 +24,8 @@ from fastgrpo.ranks import Ranks
 class MasterAdamW:
     """AdamW (arXiv 1711.05101) over a module's trainable parameters, with an fp32 master of each one below fp32.
 
-    Within `receiving`, a hook adds the gradient of a low-precision parameter to its master's gradient in fp32 as soon
-    as it is computed. So the accumulation over micro-batches is exact to fp32, and there is no second copy of the
-    gradients.
+    Within `receiving`, a hook adds the gradient of each low-precision parameter to its master's gradient as soon as it
+    is computed. Gradients therefore accumulate over micro-batches in fp32, and are stored only once.
 
     The parameters of a sharded policy are fp32 shards and their own masters. Gradients and moments are sharded too.
 
@@ -83,7 +82,7 @@ class MasterAdamW:
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
-        """Begin without gradients, and give those of parameters below fp32 to their masters within the context.
+        """Clear all gradients, and within the context add those of parameters below fp32 to the masters.
 
         If something else, such as another trainer of the model, has changed a parameter since the last update, its
         master takes the new values.
@@ -262,7 +261,7 @@ class MasterAdamW:
 
 
 def _move(master, parameter):
-    """Add the gradient of a parameter to that of its master, in fp32; on a GPU without a copy of it."""
+    """Add the gradient of a parameter to that of its master, in fp32, and free it. On a GPU, this makes no copy."""
     if master.grad is None:
         master.grad = parameter.grad.float()
     else:

@@ -108,10 +108,9 @@ def push_to_hub(
             return None
         api, name = HfApi(token=token), trainer.args.hub_model_id or trainer.log.dir.name
         repo = api.create_repo(name, private=trainer.args.hub_private_repo, exist_ok=True).repo_id
-        branch = {"revision": revision} if revision else {}
         if revision:
             api.create_branch(repo, branch=revision, exist_ok=True)
-        return api.upload_folder(folder_path=folder, repo_id=repo, commit_message=commit_message, **branch)
+        return api.upload_folder(folder_path=folder, repo_id=repo, commit_message=commit_message, revision=revision)
 
 
 def log_metrics(trainer: Any, split: str, metrics: Mapping[str, Any]) -> None:

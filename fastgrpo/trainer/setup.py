@@ -243,13 +243,13 @@ def make_policy(
     needed = args.keeps_first_weights or ranks.size > 1
     digest = digest_of_weights(base_weights(policy.module)) if needed else None
     refuse_differences(ranks, weights_of_the_model=digest)
-    if args.use_peft and isinstance(model, PreTrainedModel) and Path(model.name_or_path or "-").exists():
+    if args.use_peft and isinstance(model, PreTrainedModel):
         _refuse_resized(model)
+    if wrapper is None:
+        refuse_adapters(policy.module)
     if wrapper is not None:
         taken_over(wrapper)
-    else:
-        refuse_adapters(policy.module)
-    if wrapper is None and args.use_peft:
+    elif args.use_peft:
         wrapper = wrap_lora(
             policy.module,
             r=args.lora_r,
@@ -271,10 +271,13 @@ def make_policy(
 
 def _refuse_resized(model):
     """Raise if an embedding was resized in memory: checkpoints hold only adapters and the name of the base."""
-    rows = read_json(model.name_or_path, "config.json", local_files_only=True).get("vocab_size")
-    if rows and rows != len(model.get_input_embeddings().weight):
+    name, count = model.name_or_path, len(model.get_input_embeddings().weight)
+    if not name or (name.startswith((".", "/", "~")) and not Path(name).exists()):  # made in memory, or moved since
+        return
+    rows = read_json(name, "config.json", local_files_only=True).get("vocab_size")
+    if rows and rows != count:
         raise ValueError(
-            f"the model has {len(model.get_input_embeddings().weight)} embeddings and {model.name_or_path} has {rows}, "
+            f"the model has {count} embeddings and {name} has {rows}, "
             "and checkpoints with LoRA do not contain embeddings; save the model and its tokenizer to a folder, and "
             "pass the folder"
         )

@@ -95,6 +95,6 @@ def test_the_model_is_uploaded_at_the_end_and_on_request(tmp_path, hub):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files)
     assert upload["repo_id"] == f"me/{repo}"
     assert trainer.push_to_hub(commit_message="done", dataset_name="mine") == "the commit"
-    assert hub[-1][1] == {"repo_id": f"me/{repo}", "commit_message": "done"}
+    assert hub[-1][1] == {"repo_id": f"me/{repo}", "commit_message": "done", "revision": None}
     trainer.push_to_hub(token="mine", revision="dev")
     assert hub[-2] == ("mine", "dev") and hub[-1][1]["revision"] == "dev"
