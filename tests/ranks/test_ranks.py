@@ -52,7 +52,8 @@ def test_ranks_that_lose_another_end_with_a_line_that_says_why(ended, case):
     "Gloo connectFullMesh failed with [/build/gloo/transport/tcp/pair.cc:152] timed out connecting",
 ])  # fmt: skip
 def test_broken_connections_name_the_exchange(text, monkeypatch):
-    monkeypatch.setattr("fastgrpo.ranks.EXPLANATION", 0.0)
+    monkeypatch.setattr(module, "EXPLANATION", 0.0)
+    monkeypatch.setattr(module, "outlive_sigterm", lambda: None)  # its handler would stay in this process
     ranks, told = two_ranks(), r"^rank 0 stops while it waits for the gradients in step 3: another rank died or"
     with pytest.raises(RankLost, match=told) as lost, ranks.waiting("step 3"), ranks.waiting("the gradients"):
         raise RuntimeError(text)
