@@ -155,10 +155,11 @@ def transcript(messages: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def with_system(row: Mapping[str, Any], system_prompt: str, writes: bool = False) -> dict[str, Any]:
-    """Put the system prompt before a prompt. Leave other values, which the check of rows refuses.
+def with_system(row: Mapping[str, Any], system_prompt: str, writes: bool = False, chat: bool = False) -> dict[str, Any]:
+    """Put the system prompt before a prompt, or replace its system message. Leave values that are no prompts.
 
-    If an environment `writes` the prompt, it appends to an empty user message.
+    If an environment `writes` the prompt, it appends to an empty user message. In a `chat`, as with tools, a text
+    becomes the message of a user.
     """
     changed = dict(row)
     if writes and row.get("prompt") is None and row.get("messages") is None:
@@ -166,10 +167,13 @@ def with_system(row: Mapping[str, Any], system_prompt: str, writes: bool = False
         row = changed
     for name in ("prompt", "messages"):
         given = row.get(name)
+        if isinstance(given, str) and chat:
+            given = [{"role": "user", "content": given}]
         if isinstance(given, str):
             changed[name] = f"{system_prompt}\n\n{given}"
         elif isinstance(given, list) and given:
-            changed[name] = [{"role": "system", "content": system_prompt}, *given]
+            replaced = isinstance(given[0], dict) and given[0].get("role") == "system"
+            changed[name] = [{"role": "system", "content": system_prompt}, *given[replaced:]]
     return changed
 
 

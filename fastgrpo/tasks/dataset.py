@@ -43,4 +43,5 @@ def _rows(config, split):
     if rows is None or config.system_prompt is None:
         return rows
     writes = getattr(config, "environment", None) is not None
-    return rows.map(partial(with_system, system_prompt=config.system_prompt, writes=writes))
+    chat = writes or bool(getattr(config, "tools", ()))
+    return rows.map(partial(with_system, system_prompt=config.system_prompt, writes=writes, chat=chat))

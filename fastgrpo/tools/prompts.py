@@ -55,7 +55,8 @@ class Prompts:
         """Tokenize the prompt of a row, with the tools."""
         if self.environments is None:
             return to_prompt(row, self.tokenizer, self.template_kwargs)
-        prompt, columns = checked_row({**NO_PROMPT, **row} if self.environments.resets else row)
+        written = self.environments.resets and row.get("prompt") is None  # tables have None for a missing value
+        prompt, columns = checked_row({**row, **NO_PROMPT} if written else row)
         if not isinstance(prompt, list):
             prompt = [{"role": "user", "content": prompt}]
         return Prompt(self.builders[self.environments.name_of(row)].prompt(prompt), prompt, columns)

@@ -38,7 +38,6 @@ def trained(folder, flags):
     ("pizza", "--num_generations 3 --eval_num_generations 2", {"rewards/likes_pizza/mean"}),
 ])  # fmt: skip
 def test_two_steps_of_its_own_model(tmp_path, monkeypatch, task, flags, metrics):
-    """The recipe, with a warm start of a few steps on a few rows."""
     module = find_task(task)
     for size in ("PROBLEMS", "HUNTS"):
         monkeypatch.setattr(module, size, 40, raising=False)
@@ -117,7 +116,6 @@ def test_the_warm_start_sees_no_held_out_pair():
 
 @pytest.mark.parametrize("system_prompt", [None, "Be brief."])
 def test_gsm8k_prompts_follow_the_tokenizer(system_prompt):
-    """The worked problem stands in them unless there is a system prompt of one's own."""
     config = TrainConfig(task="gsm8k", dataset_name=str(SAMPLE), system_prompt=system_prompt)
     plain, chat = gsm8k.build(config, tiny.tokenizer()), gsm8k.build(config, tiny.tokenizer(chat=True))
     row = chat.train().take(1)[0]
@@ -183,11 +181,12 @@ def test_sums_are_right_and_no_held_out_pair_is_trained_on():
 
 
 def test_a_system_prompt_goes_before_a_prompt_and_before_messages():
-    """A value that is not a prompt stays as it is."""
     system, messages = {"role": "system", "content": "S"}, [{"role": "user", "content": "hi"}]
-    for prompt, told in ((None, None), (7, 7), ([], []), ("hi", "S\n\nhi"), (messages, [system, *messages])):
+    whole, other = [system, *messages], [{"role": "system", "content": "other"}, *messages]
+    for prompt, told in ((None, None), (7, 7), ([], []), ("hi", "S\n\nhi"), (messages, whole), (other, whole)):
         row = with_system({"prompt": prompt, "messages": messages, "x": 1}, "S")
-        assert row == {"prompt": told, "messages": [system, *messages], "x": 1}
+        assert row == {"prompt": told, "messages": whole, "x": 1}
+    assert with_system({"prompt": "hi"}, "S", chat=True) == {"prompt": whole}
 
 
 def test_a_task_reads_only_the_requested_split(tmp_path):
