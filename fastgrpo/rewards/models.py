@@ -197,16 +197,16 @@ class RewardModel(Judge):
         texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         if not texts:
             return []
-        if isinstance(texts[0], list):
+        if any(isinstance(text, list) for text in texts):
             if self.tokenizer.chat_template is None:
                 raise ValueError(
                     f"the prompts are lists of messages, but the tokenizer of the reward model {self.__name__} has no "
                     "chat template; pass a tokenizer with one as reward_processing_classes"
                 )
             render = self.tokenizer.apply_chat_template
-            texts = [render(messages, tokenize=False, **self.template) for messages in texts]
+            texts = [render(t, tokenize=False, **self.template) if isinstance(t, list) else t for t in texts]
         # An encoder reads [CLS] TEXT [SEP]; the template of a chat writes what other models need.
-        ids = self.tokenizer(text=texts, add_special_tokens=self._lacks_first(texts[0]))["input_ids"]
+        ids = [self.tokenizer(text=t, add_special_tokens=self._lacks_first(t))["input_ids"] for t in texts]
         return self._judged(ids, lambda inputs, _: self.model(**inputs).logits[:, 0].float().tolist())
 
 

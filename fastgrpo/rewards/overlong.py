@@ -27,6 +27,7 @@ def make_soft_overlong_punishment(max_completion_length: int, soft_punish_cache:
     def soft_overlong_punishment(completion_ids, **_):
         return [-min(max(len(ids) - free, 0) / soft_punish_cache, 1.0) for ids in completion_ids]
 
+    soft_overlong_punishment.pooled = False  # a nested function cannot be sent to a process
     return soft_overlong_punishment
 
 

@@ -172,7 +172,8 @@ class _Worker(threading.Thread):
             self.open()
         new = None if job.state is self.state else job.state
         try:
-            self.connection.send((new, job.function, job.together, job.calls, job.seed, job.limit))
+            # Connection.send passes tensors by shared memory, which only processes of multiprocessing can open.
+            self.connection.send_bytes(pickle.dumps((new, job.function, job.together, job.calls, job.seed, job.limit)))
         except OSError:
             raise EOFError from None
         except Exception as error:  # pickling the columns of a row may raise anything

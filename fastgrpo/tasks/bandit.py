@@ -79,6 +79,7 @@ def learned_reward(seed: int) -> Callable[..., list[float]]:
         # The difference comes first: it is exactly 0 for the favourite, whose reward is then exactly 1.
         return _rewards(1 + (scores - scores.max(1, keepdim=True).values), prompts, completions, log_metric)
 
+    learned_reward.pooled = False  # a nested function cannot be sent to a process
     return learned_reward
 
 

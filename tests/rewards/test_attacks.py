@@ -178,7 +178,6 @@ def test_a_machine_that_cannot_run_jails_is_refused_at_the_start(monkeypatch):
 
 @needs_namespaces
 def test_rejects_jails_that_fail_to_start_or_give_wrong_output(monkeypatch):
-    """As where user namespaces are forbidden: whatever keeps it from starting is in the error."""
     with monkeypatch.context() as broken:
         broken.setattr(Prison, "_bwrap", lambda self: "/usr/bin/python3")
         with pytest.raises(ValueError, match="a jail does not start"):

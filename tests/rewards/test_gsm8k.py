@@ -102,5 +102,5 @@ def test_the_soft_overlong_punishment(cache, rewards):
     (function,) = shaping(GRPOConfig(max_completion_length=10, soft_punish_cache=cache))
     for punishment in (function, make_soft_overlong_punishment(10, cache)):
         assert punishment(prompts=[], completions=[], completion_ids=ids) == pytest.approx(rewards)
-        assert punishment.__name__ == "soft_overlong_punishment"
+        assert punishment.__name__ == "soft_overlong_punishment" and not punishment.pooled
     assert shaping(GRPOConfig()) == []

@@ -88,8 +88,8 @@ def test_each_text_is_judged_as_if_it_were_alone(monkeypatch):
     close(rewards, [truth(model, ids_of(p + c)) for p, c in zip(prompts, completions, strict=True)])
     assert len(set(rewards)) == 3
     prompt, completion = [{"role": "user", "content": "ab"}], [{"role": "assistant", "content": "c"}]
-    rewards = RewardModel(model, tiny.tokenizer(chat=True))([prompt], [completion])
-    close(rewards, [truth(model, ids_of("<user>ab\n<assistant>c\n"))])
+    rewards = RewardModel(model, tiny.tokenizer(chat=True))([prompt, "a"], [completion, "b"])
+    close(rewards, [truth(model, ids_of(text)) for text in ("<user>ab\n<assistant>c\n", "ab")])
     with pytest.raises(ValueError, match="chat template"):
         RewardModel(model, tiny.tokenizer())([prompt], [completion])
 
@@ -260,7 +260,6 @@ def test_steps_of_a_dialogue_end_after_its_calls_and_answers():
 
 
 def test_settings_reach_the_model_of_a_folder(tmp_path):
-    """And messages are read without a template."""
     name = f"prm:{saved(tmp_path / 'steps', causal(seed=1))}"
     settings = {"separator": "; ", "step_tag": "#", "good_token": "y", "bad_token": "n", "aggregation": "product"}
     config = GRPOConfig(reward_funcs=[name], reward_model_kwargs=settings)

@@ -131,8 +131,7 @@ def test_a_pool_whose_jobs_wait_for_a_function_that_hangs_can_be_closed(tmp_path
 
 
 def test_results_depend_neither_on_the_number_of_workers_nor_on_the_order_of_finishing():
-    """They depend on the seed and the step of the run."""
-    prompts = [Prompt([1], "p", {"answer": i}) for i in range(4)]
+    prompts = [Prompt([1], "p", {"answer": i, "vector": torch.ones(2)}) for i in range(4)]
     groups = {i: [drawn([70 + i, 71]), drawn([80]), drawn([81])] for i in range(4)}
     functions = [pool_rewards.noise, pool_rewards.noise_of_a_group, pool_rewards.length]
 
@@ -170,7 +169,6 @@ def test_what_cannot_be_sent_is_refused_by_its_name():
 
 
 def test_processes_end_with_the_pool_and_begin_again_with_the_next_call():
-    """And what brings its own model stays in this process, while an instance is sent whole."""
 
     class Own:
         pooled = False
