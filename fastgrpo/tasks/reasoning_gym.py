@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HELD_OUT = 200
+STRIDE = 0x9E3779B1  # keeps the problems of neighbouring seeds apart: half a billion modulo 2^31
 HELD_OUT_SEED, SOLVED_SEED = 3 * 2**30, 2**31  # beyond the seeds of training; NumPy takes seeds below 2^32
 CHECKED = 32  # rows that are validated before the first step
 EPOCH = 1000
@@ -265,6 +266,7 @@ def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase") -> Task:
         return [to_row(entry) for entry in entries if entry["question"] not in shown]
 
     def train():
-        return Problems(problems(config.reasoning_gym_tasks, config.seed % SOLVED_SEED), to_row, held_out())
+        seed = config.seed * STRIDE % SOLVED_SEED  # problem i of seed s is drawn with s + i
+        return Problems(problems(config.reasoning_gym_tasks, seed), to_row, held_out())
 
     return Task(train, held_out, [ScoreAnswer(config.reasoning_gym_tasks), format_reward])

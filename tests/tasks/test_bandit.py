@@ -56,7 +56,6 @@ def ran(path, *flags):
 
 @pytest.mark.usefixtures("without_curves", "few_comparisons")
 def test_a_run_is_resumed_and_evaluated_with_its_own_reward_model(tmp_path, monkeypatch):
-    """Whatever --seed an evaluation has: here it is 42, as nobody gives one."""
     monkeypatch.setitem(bandit.WARM_START, "steps", 20)
     flags = ["--max_steps", "3", "--save_steps", "1", "--eval_num_generations", "2", "--device", "cpu", "--seed", "3"]
     whole = ran(tmp_path, *flags)
@@ -79,7 +78,6 @@ def test_a_run_is_resumed_and_evaluated_with_its_own_reward_model(tmp_path, monk
 
 @pytest.mark.slow
 def test_results_of_the_docs_page_hold(tmp_path):
-    """GRPO gets closer to what is preferred than supervised training, over three seeds; few reward models err."""
     for seed in range(3):
         rows = ran(tmp_path / str(seed), "--seed", str(seed))
         true = [row["eval/sampled/true_reward"] for row in rows if "eval/sampled/true_reward" in row]

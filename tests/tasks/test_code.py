@@ -24,7 +24,6 @@ def test_a_function_and_its_program():
 
 
 def test_functions_are_told_apart_and_careful_programs_are_right():
-    """Python itself computes the program's expression, here from a tree that is no more than numbers and signs."""
     learned, held_out = functions()
     assert len({*learned, *held_out}) == code.LEARNED + code.HELD_OUT and len(held_out) == code.HELD_OUT
     differ = 0

@@ -44,7 +44,6 @@ def shares(run):
 
 @pytest.mark.slow
 def test_a_checkpoint_that_is_loaded_again_has_the_share_of_the_run(tmp_path, monkeypatch, without_curves):
-    """To the last draw, where --seed is that of the run. So the column of step 100 on the page is of the checkpoint."""
     monkeypatch.setitem(pizza.WARM_START, "steps", 60)
     draws = ["--eval_num_generations", "100", "--seed", "5", "--device", "cpu"]
     few = "--max_steps 2 --save_steps 1 --eval_steps 1 --learning_rate 5e-4 --num_generations 64"
@@ -58,7 +57,6 @@ def test_a_checkpoint_that_is_loaded_again_has_the_share_of_the_run(tmp_path, mo
 @pytest.mark.parametrize("level", ["", "--loss_type dapo --importance_sampling_level token"], ids=["sequence", "token"])
 @pytest.mark.parametrize("seed", range(3))
 def test_grpo_raises_the_share_of_pizza_and_it_does_not_fall(tmp_path, seed, level):
-    """Shares of exactly pizza in 1,000 samples."""
     assert main(["--task", "pizza", "--seed", str(seed), "--output_dir", str(tmp_path), *level.split()]) == 0
     before, middle, end = shares(tmp_path)
     assert 0.1 <= before <= 0.2 and end > 0.88 and end > middle - 0.03, (before, middle, end)

@@ -110,6 +110,8 @@ def test_training_never_draws_a_held_out_question():
     resumed = built(tasks).train()
     resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
     assert resumed.take(5) == source.take(5) != built(tasks, seed=1).train().take(5)
+    made = [{row["question"] for row in built("chain_sum", seed=seed).train().take(50)} for seed in (0, 1)]
+    assert not made[0] & made[1]
     with pytest.raises(ValueError, match="more questions"):
         built('{"chain_sum": {"min_digits": 1, "max_digits": 1, "min_terms": 1, "max_terms": 1}}').train()
 

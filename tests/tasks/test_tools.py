@@ -45,7 +45,6 @@ def test_a_box_opens_with_its_key_and_the_last_one_holds_gold():
 
 @pytest.mark.parametrize("task, tools", [(calculator, "calc<eos>"), (treasure, "open<eos>take<eos>")])
 def test_the_warm_start_has_the_prompts_of_the_run(tmp_path, monkeypatch, task, tools):
-    """With the names of the tools; and its tokenizer has the chat template."""
     from transformers import AutoTokenizer
 
     seen = []
