@@ -339,7 +339,7 @@ class Checkpointer:
     def _compare(self, step):
         """Mark this step as the best if the metric logged for this step is better."""
         metric = self.config.metric_for_best_model
-        if metric is None:
+        if metric is None or step == 0:
             return
         value = self.log.latest[metric][1] if self._measured(step) else math.nan
         if math.isnan(value):

@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,7 +106,8 @@ def _make(run, folder, stop):
     It has its own process group, so it does not get Ctrl-C. It gets SIGTERM, and saves, when the sweep dies.
     """
     path = folder.path / run.name
-    command = [*COMMAND, *run.argv, "--output_dir", str(path), "--resume_from_checkpoint", "auto", "--quiet", "False"]
+    own = {"output_dir": path, "resume_from_checkpoint": "auto", "overwrite_output_dir": False, "quiet": False}
+    command = [*COMMAND, *run.argv, *(str(word) for name, value in own.items() for word in (f"--{name}", value))]
     with open(folder.claim(f"{run.name}.log"), "ab") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0, preexec_fn=_end_with_sweep
@@ -134,10 +135,12 @@ def figures_of(run: SweepRun, folder: Path) -> dict[str, float | None] | None:
         now = json.loads(json.dumps(asdict(run.config)))  # tuples are lists there
         rewards = read_metrics(folder / run.name, lambda _: None).get("reward", ([], []))[1][-WINDOW:]
         figures["reward"] = round(statistics.mean(rewards), 4) if rewards else None
-        done = all(before[name] == v for name, v in now.items() if name not in {*OWN, "quiet", "disable_tqdm"})
+        default = {field.name: field.default for field in fields(run.config)}  # of settings of a later version
+        named = now.keys() - {*OWN, "quiet", "disable_tqdm"}
+        done = all(before.get(name, default[name]) in (now[name], getattr(run.config, name)) for name in named)
         done = done and summary.stat().st_mtime_ns >= settings.stat().st_mtime_ns
         return {name: figures[name] for name in FIGURES} if done else None
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 

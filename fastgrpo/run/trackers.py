@@ -14,7 +14,7 @@ import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pydantic
 
@@ -64,11 +64,14 @@ class TensorBoard:
 class WandB:
     """A run of Weights & Biases, whose files lie in the folder `wandb` of the run."""
 
+    live: ClassVar[set[str]] = set()  # ids of runs that trainers of this process have begun and not ended
+
     def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None:
         import wandb
 
         self.wandb = wandb
-        self.given = wandb.run  # of the script, which also ends it, as with transformers' trainers
+        # A script ends its own run, as with transformers' trainers. That of another trainer is not used.
+        self.given = None if wandb.run is None or wandb.run.id in self.live else wandb.run
         try:
             self.run = self.given or self._begin(config, folder)
         except pydantic.ValidationError as error:  # of an environment variable
@@ -86,14 +89,17 @@ class WandB:
     def _begin(self, config, folder):
         folder.claim("wandb")  # W&B makes this folder in the run folder
         known = _known(folder, "wandb", {"id": secrets.token_hex(4)})
-        return self.wandb.init(
+        run = self.wandb.init(
             project=os.environ.get("WANDB_PROJECT", config.project),
             name=config.run_name or folder.path.name,
             dir=folder.path,
             id=known["id"],
             resume="allow",
+            reinit="create_new" if self.live else None,  # by default, W&B returns or ends a run in progress
             settings=self.wandb.Settings(silent=config.quiet),
         )
+        self.live.add(run.id)
+        return run
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log({**values, STEP: step})
@@ -109,10 +115,13 @@ class WandB:
     def close(self) -> None:
         if self.given is None:
             self.run.finish()
+            self.live.discard(self.run.id)
 
 
 class Trackio:
     """A run of trackio, in its SQLite database (in TRACKIO_DIR, or Hugging Face's cache). `trackio show` shows it."""
+
+    live: ClassVar[set[str]] = set()  # names of runs that trainers of this process have begun and not ended
 
     def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None:
         import trackio
@@ -129,7 +138,10 @@ class Trackio:
         # Runs are found only by name, and a resumed run gets the newest run of its name. Without a suffix, that
         # could be the run of another folder with the same --run_name.
         known = _known(folder, "trackio", {"name": f"{config.run_name or folder.path.name}-{secrets.token_hex(4)}"})
-        self.quiet = config.quiet
+        self.name, self.quiet, current = known["name"], config.quiet, self.trackio.context_vars.current_run
+        if getattr(current.get(), "name", None) in self.live:  # `init` would end the run of another trainer
+            current.set(None)
+        self.live.add(self.name)
         with self._said():
             self.run = self.trackio.init(
                 project=config.project, name=known["name"], resume="never" if checkpoint is None else "allow",
@@ -149,8 +161,12 @@ class Trackio:
         self.run.log({"completions": table}, step=step)
 
     def close(self) -> None:
+        current = self.trackio.context_vars.current_run
         with self._said():
-            self.trackio.finish()
+            self.run.finish()
+        self.live.discard(self.name)
+        if current.get() is self.run:  # else that of another trainer
+            current.set(None)
 
 
 TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}

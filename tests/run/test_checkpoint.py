@@ -163,7 +163,6 @@ def bits(state):
 @given(st.lists(STATES, min_size=4, max_size=4), st.booleans())
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_any_state_comes_back_to_the_last_bit(tmp_path_factory, states, sharded):
-    """Though training goes on while it is written: by one process, or as the shards of several ranks."""
 
     def parts(of_states):
         module = SimpleNamespace(config=["as it was"], generation_config=["too"])

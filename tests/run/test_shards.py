@@ -267,7 +267,6 @@ def test_rejects_a_forged_list_of_tensors(tmp_path, content, why, capsys):
     [("model", "rank 2: the weights at model_name_or_path"), ("shards", r"rank 2: \[Errno 5"), (None, None)],
 )
 def test_the_log_is_truncated_only_if_every_rank_resumes(ranks, refused, why):
-    """Rank 2 has another model, or a shard that it cannot read; then nothing is wrong."""
     for lines in ranks[1]:
         (line,) = [line for line in lines if line.get("refused", "") == refused]
         assert (line["error"] is None) if why is None else re.search(why, line["error"])
@@ -279,7 +278,6 @@ def test_the_log_is_truncated_only_if_every_rank_resumes(ranks, refused, why):
     ("full", r"checkpoint-3 could not be written.*rank 1: \[Errno 27\].*checkpoint-1 is the newest good one"),
 ])  # fmt: skip
 def test_a_rank_that_cannot_write_fails_the_save_on_all(ranks, case, told):
-    """Rank 2 does not see the folder, or the disk of rank 1 is full."""
     said = [line for lines in ranks[1] for line in lines if case in line]
     assert len(said) == 4 and len({line[case] for line in said[1:]}) == 1
     for line in said:

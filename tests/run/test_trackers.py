@@ -46,6 +46,16 @@ folder = RunFolder(Path("mine"))
 TRACKERS["wandb"](config, folder, None).close()
 assert wandb.run is mine and not (folder.path / "trackers.json").exists()
 mine.finish()
+
+pairs, config = [], GRPOConfig(report_to=("wandb", "trackio"), project="pairs", quiet=True)
+for name in ("first", "second"):
+    Path(name).mkdir()
+    pairs.append([TRACKERS[kind](config, RunFolder(Path(name)), None) for kind in config.report_to])
+for trackers in pairs:
+    for tracker in trackers:
+        tracker.log(1, {"train/reward": 1.0})
+        tracker.close()
+assert pairs[0][0].run.id != pairs[1][0].run.id
 """
 
 
