@@ -124,7 +124,7 @@ def settings_class(record: Record) -> Record:
             given = {
                 name: _readable(name, value, kinds[name])
                 for name, value in stated.items()
-                if value is not None or not _is_list(kinds[name])
+                if value is not None or not is_list(kinds[name])
             }
             checked(self, **given)
         except ValidationError as error:
@@ -145,7 +145,7 @@ def _readable(name, value, kind):
     return value
 
 
-def _is_list(kind):
+def is_list(kind: Any) -> bool:
     """Return whether a setting is a list. For a list, None means the default, as in HfArgumentParser."""
     return get_origin(bare(kind)) is list
 

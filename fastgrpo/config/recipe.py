@@ -1,12 +1,13 @@
 """YAML files of settings: `--config FILE`, and the recipes of tasks in recipes/."""
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from fastgrpo.config.command import parse_flags
-from fastgrpo.config.fields import check_name, convert, hints
+from fastgrpo.config.fields import check_name, convert, hints, is_list
 from fastgrpo.config.settings import SFTConfig, TrainConfig, TrainingConfig
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -21,6 +22,7 @@ SWEEPS = """
 
 --sweep NAME=VALUE,VALUE makes one run per value of a setting. Repeat it to make one run per combination. --sweep_seeds
 SEED,SEED repeats each run with each seed."""
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 Config = TypeVar("Config", bound=TrainingConfig)
 
 
@@ -38,6 +40,8 @@ def read_yaml(text: str) -> Any:
                 lines[name] = line
             return super().construct_mapping(node, deep)
 
+    # 1e-7 is a number in YAML 1.2, and a text for PyYAML.
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
     try:
         return yaml.load(text, Loader)
     except Exception as error:  # its constructors also raise KeyError, AttributeError and others for a value
@@ -71,7 +75,7 @@ def load_yaml(path: str | Path, record: type[TrainingConfig] = TrainConfig) -> d
             f"{path} holds settings for python -m fastgrpo.{command}, not for python -m fastgrpo.{record.command}; "
             "give it to that command"
         )
-    kinds = hints(record)
+    kinds, defaults = hints(record), {field.name: field.default for field in dataclasses.fields(record)}
     for name in settings:
         check_name(name, record, str(path), ValueError)
     for name, value in settings.items():
@@ -80,6 +84,8 @@ def load_yaml(path: str | Path, record: type[TrainingConfig] = TrainConfig) -> d
             kind = get_args(kind)[0]
         if value == "None" and type(None) in get_args(kind):  # as the help texts and the command line write it
             settings[name] = None
+        if value is None and is_list(kinds[name]):
+            settings[name] = defaults[name]
     return {name: convert(name, value, kinds[name], f"{path}: ") for name, value in settings.items()}
 
 
@@ -113,8 +119,10 @@ def task_defaults(
 
 def parse(argv: list[str], record: type[Config] = TrainConfig) -> Config:
     """Parse the command line of a training. Flags override --config FILE, which overrides the task's recipe."""
-    argv, config_file = take_flag(argv, "--config")
-    from_file = load_yaml(recipe_file(config_file), record) if config_file is not None else {}
+    argv, files = take_flags(argv, "--config")
+    if len(files) > 1:
+        raise ValueError("--config is given twice; put all settings into one file")
+    from_file = load_yaml(recipe_file(files[0]), record) if files else {}
     argv, stated = take_flag(argv, "--task")
     task = from_file.get("task", "arithmetic") if stated is None else stated
     config = parse_flags(

@@ -472,7 +472,7 @@ class ObjectiveConfig:
     """Bound the ratio of old policy to sampler from above. None sets no bound."""
     importance_sampling_clip_min: NotNegative | None = None
     """Bound the ratio of old policy to sampler from below. None sets no bound."""
-    epsilon: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    epsilon: NotNegative = 0.2
     """Clip the ratio of policy to old policy at 1 - epsilon from below, in losses that clip."""
     epsilon_high: NotNegative | None = None
     """Clip the ratio of policy to old policy at 1 + epsilon_high from above, in losses that clip. None uses epsilon.
@@ -531,8 +531,8 @@ class ReferenceConfig:
     """Compute the KL divergence with this method: k1, k2, k3 and abs estimate it from the sampled tokens; full sums
     over the vocabulary."""
     use_bias_correction_kl: bool = True
-    """Multiply the KL estimate by the ratio of policy to old policy, which makes its gradient unbiased. kl=full is
-    exact and ignores this setting."""
+    """Multiply the KL estimates k1 and k3 by the ratio of policy to old policy, which makes their gradients unbiased.
+    k2, abs and full ignore this setting."""
     ref_storage: Literal["cpu", "int8", "nf4"] | None = None
     """Store the reference in less GPU memory. cpu keeps it in host memory, and copies it to the GPU layer by layer.
     int8 and nf4 store its linear layers with 8 or 4 bits. None keeps a full copy on the policy's device."""

@@ -32,6 +32,9 @@ class Settings:
     other_names: ClassVar[Collection[str]] = ()
 
     def __post_init__(self):
+        kind = type(self)
+        if "__dataclass_fields__" in vars(kind) and "__pydantic_validator__" not in vars(kind):
+            raise TypeError(f"decorate {kind.__name__} by fastgrpo.config.fields.settings_class, not by dataclass")
         validate(self)
 
 
@@ -142,7 +145,7 @@ class GRPOConfig(
         knobs = {field.name: getattr(self, field.name) for field in dataclasses.fields(Objective) if field.name in mine}
         if self.importance_sampling_mode is None:  # off: the loss gets no log-probs of the sampler
             del knobs["importance_sampling_mode"]
-        if self.kl == "full":  # the sum over the vocabulary is unbiased
+        if self.kl not in ("k1", "k3"):  # the gradients of k2 and full are unbiased
             knobs["use_bias_correction_kl"] = False
         return Objective(**knobs)
 

@@ -78,6 +78,8 @@ def batch(stated: Stated) -> dict[str, Any]:
     if whole is not None and whole % at_once:
         raise ValueError(f"generation_batch_size={whole} must be a multiple of {given}")
     steps = whole // at_once if whole is not None else steps or accumulated
+    if accumulated % steps == 0 and convert("num_iterations", stated.get("num_iterations", 1), Count) == 1:
+        steps = accumulated  # the rollouts of an update have the same weights, and become one
     if steps % accumulated:
         raise ValueError(
             f"steps_per_generation={steps} must be a multiple of gradient_accumulation_steps={accumulated}, so that a "
@@ -186,8 +188,8 @@ def served(stated: Stated) -> dict[str, Any]:
 TRANSLATED = [
     (" ".join(BATCH), batch,
      "prompts_per_step = per_device_train_batch_size x number of processes x steps_per_generation / num_generations. "
-     "updates_per_rollout = steps_per_generation / gradient_accumulation_steps. Both must be whole numbers. "
-     "max_tokens_per_microbatch sets the size of a forward pass instead; it changes results only by rounding."),
+     "updates_per_rollout = steps_per_generation / gradient_accumulation_steps; if it is 1/N, an update's rollouts "
+     "become one. Both must be whole. max_tokens_per_microbatch sets the size of a forward pass instead."),
     ("num_generations_eval", lambda stated: {"eval_num_generations": stated["num_generations_eval"] or 0},
      "Sets eval_num_generations. These completions are sampled without min_p and repetition_penalty. The accuracy "
      "comes from one greedy completion. If not set, no completions are sampled; TRL samples num_generations."),

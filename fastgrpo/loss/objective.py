@@ -55,7 +55,7 @@ POSITIVE, NOT_NEGATIVE = Interval(above=0), Interval(at_least=0)
 TEMPERATURE = Interval(at_least=1e-30, why="logits are divided by it")
 # The range of each numeric knob, and of the setting with the same name.
 RANGES = {
-    "epsilon": Interval(at_least=0, below=1),
+    "epsilon": NOT_NEGATIVE,
     "epsilon_high": NOT_NEGATIVE,
     "delta": POSITIVE,
     "beta": NOT_NEGATIVE,

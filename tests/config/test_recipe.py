@@ -26,7 +26,7 @@ def test_config_takes_the_name_of_a_shipped_recipe(tmp_path, monkeypatch):
     assert parse(["--config", "r1"]).num_generations == 3  # the user's own file goes first
     (tmp_path / "arithmetic").mkdir()
     assert parse(["--config", "arithmetic"]).max_steps == 280  # a folder hides no recipe
-    for argv in (["--config", "r2"], ["--config", ""], ["--config="], ["--config"]):
+    for argv in (["--config", "r2"], ["--config", ""], ["--config="], ["--config"], ["--config", "r1"] * 2):
         with pytest.raises(ValueError, match=r"no such file: r2|--config"):
             parse(argv)
 
@@ -79,8 +79,9 @@ def test_flags_go_before_the_file_before_the_recipe_of_the_task(tmp_path):
 
 def test_numbers_in_yaml_may_lack_their_point(tmp_path):
     path = tmp_path / "recipe.yaml"
-    path.write_text("learning_rate: 5e-5\nmax_steps: 1e3\n")
-    assert repr(load_yaml(path)) == "{'learning_rate': 5e-05, 'max_steps': 1000}"
+    path.write_text("learning_rate: 5e-5\nmax_steps: 1e3\nlr_scheduler_kwargs: {min_lr: 1e-7}\nreward_weights: null")
+    kept = {"learning_rate": 5e-05, "max_steps": 1000, "lr_scheduler_kwargs": '{"min_lr": 1e-07}', "reward_weights": ()}
+    assert repr(load_yaml(path)) == repr(kept)
 
 
 def test_yaml_holds_plain_values_and_names_for_them():

@@ -152,7 +152,7 @@ def test_the_loss_and_its_settings_allow_the_same():
 
 def test_the_objective_gets_every_knob():
     config = GRPOConfig(
-        loss_type="dr_grpo", epsilon_high=0.28, delta=4.0, beta=0.1, kl="k2", max_completion_length=77,
+        loss_type="dr_grpo", epsilon_high=0.28, delta=4.0, beta=0.1, kl="k1", max_completion_length=77,
         importance_sampling_level="sequence", importance_sampling_mode="token_mask", importance_sampling_clip_max=2.0,
     )  # fmt: skip
     for name in KNOBS:
@@ -160,9 +160,9 @@ def test_the_objective_gets_every_knob():
     assert GRPOConfig().objective.importance_sampling_mode == Objective().importance_sampling_mode
 
 
-def test_bias_correction_of_the_kl_follows_trl_except_for_full():
+def test_bias_correction_of_the_kl_follows_trl_for_estimators_with_biased_gradients():
     assert GRPOConfig(beta=0.1).objective.use_bias_correction_kl
-    assert not GRPOConfig(beta=0.1, kl="full").objective.use_bias_correction_kl
+    assert not any(GRPOConfig(beta=0.1, kl=kl).objective.use_bias_correction_kl for kl in ("k2", "abs", "full"))
     assert not GRPOConfig(beta=0.1, use_bias_correction_kl=False).objective.use_bias_correction_kl
 
 
@@ -172,6 +172,8 @@ def test_settings_are_a_frozen_dataclass():
     assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == dataclasses.replace(config) == config
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.beta = 1
+    with pytest.raises(TypeError, match=r"decorate Own by fastgrpo.config.fields.settings_class"):
+        dataclasses.make_dataclass("Own", ["name"], bases=(GRPOConfig,), frozen=True, kw_only=True)(name="x")
 
 
 def test_accepts_numpy_torch_sets_and_paths():

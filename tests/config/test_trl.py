@@ -103,6 +103,11 @@ def test_translates_batch_arguments(case, monkeypatch):
     assert theirs.steps_per_generation == config.updates_per_rollout * theirs.gradient_accumulation_steps
 
 
+def test_all_rollouts_of_an_update_become_one():
+    config = GRPOConfig(per_device_train_batch_size=8, steps_per_generation=2, gradient_accumulation_steps=4)
+    assert (config.prompts_per_step, config.updates_per_rollout) == (4, 1)
+
+
 @pytest.mark.parametrize("named, arguments", [
     ("per_device_train_batch_size=3", {"per_device_train_batch_size": 3}),
     ("steps_per_generation=3", {"steps_per_generation": 3, "gradient_accumulation_steps": 2}),

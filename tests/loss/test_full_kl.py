@@ -88,7 +88,6 @@ def test_as_exact_as_plain_pytorch(monkeypatch, dtype, chunk):
 
 
 def test_nan_of_the_reference_makes_the_loss_nan():
-    """As with log-probs that are NaN: a trainer skips such an update, and goes on."""
     case, ref = make()
     for name in ref:
         spoilt = ref[name].clone()
@@ -131,7 +130,6 @@ def test_rejects_unsupported_combinations_by_name(name):
 
 
 def test_auto_takes_the_chunked_path(monkeypatch):
-    """Also where the Triton kernels would take the tensors."""
     monkeypatch.setattr(fastgrpo.loss.dispatch, "HAS_TRITON", True)
     monkeypatch.setattr(fastgrpo.loss.dispatch, "_fits", lambda *_: True)
     case, ref = make()

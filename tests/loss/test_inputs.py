@@ -43,7 +43,7 @@ REFUSED = {
     "token_weights": (ones(at3=NAN), ones().requires_grad_(), torch.zeros(3)),
     "num_items_in_batch": (-1, NAN, "9", torch.tensor(-2), torch.ones(2)),
     "cu_seqlens": (torch.tensor([0, 2.5, 6]), integers(), [0, 2, 5], [1, 6], [0, 4, 2, 6], [[0, 6]]),
-    "loss_type": ("ppo",), "epsilon": (2.0,), "backend": ("cuda",), "compact": (True,),
+    "loss_type": ("ppo",), "epsilon": (-2.0,), "backend": ("cuda",), "compact": (True,),
 }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ REFUSED = [
     ("importance_sampling_level", {"importance_sampling_level": "word"},
      {"loss_type": "vespo", "importance_sampling_level": "sequence"}),
     ("kl", {"kl": "k4"}, {"kl": "full", "use_bias_correction_kl": True}),
-    ("epsilon", {"epsilon": -0.1}, {"epsilon": 1.0}, {"epsilon": NAN, "epsilon_high": 0.2}, {"epsilon": None}),
+    ("epsilon", {"epsilon": -0.1}, {"epsilon": INF}, {"epsilon": NAN, "epsilon_high": 0.2}, {"epsilon": None}),
     ("epsilon_high", {"epsilon_high": -0.1}, {"epsilon_high": INF},
      {"loss_type": "cispo", "epsilon_high": "5"}),
     ("delta", {"delta": 0.0}, {"delta": NAN}, {"loss_type": "sapo", "delta": 2.0}),
