@@ -316,6 +316,13 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
     if model.base_model is model:  # such as Llama 4's text model, which has the prefix of its multimodal model
         raise ValueError(f"{name}: it has no submodule {model.base_model_prefix!r} that returns the hidden states")
     _refuse_quantized(model)
+    forwards = [kind for kind in type(model).__mro__ if "forward" in vars(kind)]
+    of_transformers = [kind.__module__.startswith("transformers.models.") for kind in forwards]
+    if not of_transformers[0] and any(of_transformers):
+        raise ValueError(
+            f"{name}.forward overrides that of {forwards[1].__name__}, which this package does not call: it computes "
+            "log-probs from hidden states and the head; make the change in a submodule"
+        )
     obstacle, grouped = dry_run(model)
     if obstacle and own_attention is False:
         raise Unfit(obstacle, name)

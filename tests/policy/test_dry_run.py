@@ -71,7 +71,6 @@ def test_accepts_indexing_without_a_host_sync():
 
 
 def test_kernels_of_liger_are_not_launched(monkeypatch):
-    """On the meta device they would read the null pointer."""
     pytest.importorskip("liger_kernel")
     launched = []
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *_, **__: launched.append(kernel.__name__))

@@ -50,6 +50,13 @@ def test_rejects_weights_of_another_model(tmp_path, change, message):
         read_weights(Policy.of(tiny.model()), tmp_path)
 
 
+def test_a_class_that_changes_the_forward_of_a_causal_lm_is_refused():
+    model = tiny.model(vocab_size=258)
+    model.__class__ = type("Own", (type(model),), {"forward": lambda self, **given: None})
+    with pytest.raises(ValueError, match=r"Own.forward overrides that of Qwen2ForCausalLM"):
+        policy_and_tokenizer(model, tiny.tokenizer(), GRPOConfig(device="cpu"))
+
+
 def test_a_model_of_peft_is_refused_and_its_merged_model_taken():
     peft = pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
     model = peft.get_peft_model(tiny.model(vocab_size=258), peft.LoraConfig(target_modules=["q_proj"]))

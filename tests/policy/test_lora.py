@@ -96,7 +96,6 @@ def test_the_reference_is_the_policy_without_adapters():
 @pytest.mark.parametrize("name, targets", [("qwen2", ["lm_head"]), ("qwen2", ["embed_tokens"]), ("qwen2", ["nonsense"]),
                                            ("smollm3", ())])  # fmt: skip
 def test_rejects_layers_that_cannot_be_adapted(name, targets):
-    """The embedding and the head, names of no layer, and no names where peft does not know the architecture."""
     with pytest.raises(ValueError, match="lora_target_modules"):
         add_lora(tiny.model(name), target_modules=targets)
     assert has_adapters(add_lora(tiny.model(name), target_modules=ALL))

@@ -58,7 +58,6 @@ KERNEL = pytest.mark.parametrize("kernel", CPU_KERNELS, ids=lambda kernel: kerne
 @given(LENGTHS, LENGTHS, st.booleans(), st.sampled_from([(4, 4), (4, 2), (6, 1)]),
        st.sampled_from([0, 2**17]), st.sampled_from([240, 2**26]))  # fmt: skip
 def test_a_part_against_softmax(kernel, queries, keys, causal, heads, spare, scores_at_once):
-    """Sequences of any lengths, in buckets of their own and in one, and all queries at once or a few."""
     queries, keys = (queries, queries) if causal else zip(*zip(queries, keys, strict=False), strict=True)
     tensors = inputs(sum(queries), *heads, keys=sum(keys))
     visible = causal_mask(queries) if causal else rectangles(queries, keys)
@@ -84,7 +83,6 @@ def prompts_and_branches(prompts=(4, 6), branches=((3, 1, 5), (2, 2)), rest=(7,)
 @given(st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 6), min_size=2, max_size=4)), min_size=1,
                 max_size=3), st.lists(st.integers(1, 9), max_size=3))  # fmt: skip
 def test_merged_parts_are_one_softmax(kernel, shared, rest):
-    """The backward of each part takes the merged output and log-sum-exp, in the function that also runs on CUDA."""
     parts, visible = prompts_and_branches(*zip(*shared, strict=True), rest)
     tensors = inputs(len(visible))
     expected, _, grad, gradients = of_softmax(tensors, visible)
