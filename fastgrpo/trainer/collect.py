@@ -67,6 +67,7 @@ class Collector:
         self.source, self.prompts, self.engine, self.rewards = source, prompts, engine, rewards
         self.sampling, self.args, self.timer, self.ranks = sampling, args, timer, ranks
         self.rollout_func = rollout_func
+        self.place = {}  # of the source, when it gave the rows of this step
         self.stepped = False  # whether any function has logged step rewards
         self.ahead = Ahead(engine)
 
@@ -144,7 +145,9 @@ class Collector:
         last = min(step + self.args.max_staleness, max(state.max_steps - 1, step))
         for further in range(step + len(ahead), last + 1):
             ahead.append(self._begin(state, further, 0, self.args.prompts_per_step))
-        return ahead.popleft()
+        drawn = ahead.popleft()
+        self.place = drawn.place
+        return drawn
 
     def _begin(self, state, step, batch, count, saved=None):
         """Begin to draw and judge one batch of `count` groups, except those that a checkpoint has."""

@@ -61,7 +61,10 @@ Reward = Callable | PreTrainedModel | str
 # Methods that subclasses of TRL's trainer override, and that do not exist here.
 HOOKS = {
     "compute_loss", "_compute_loss", "training_step", "prediction_step", "create_optimizer", "create_scheduler",
-    "get_train_dataloader", "_calculate_rewards", "_generate", "_generate_and_score_completions",
+    "create_optimizer_and_scheduler", "get_train_dataloader", "get_eval_dataloader", "_get_train_sampler",
+    "_prepare_inputs", "_calculate_rewards", "_generate", "_generate_single_turn", "_generate_and_score_completions",
+    "_tokenize_prompts", "_get_per_token_logps_and_entropies", "get_off_policy_mask", "get_gamma_weights",
+    "evaluation_loop", "log", "_save_checkpoint",
 }  # fmt: skip
 
 
@@ -169,7 +172,8 @@ class GRPOTrainer:
                 )
             remedy = "; or set max_steps, and let the environment write the prompts" if pool else ""
             raise ValueError(f"`train_dataset` is required: {self.needed_rows}{remedy}")
-        if args.system_prompt is not None and not written and not isinstance(train_dataset, Source):
+        of_task = isinstance(train_dataset, Source) and args.task != "arithmetic"  # the default has no system prompt
+        if args.system_prompt is not None and not written and not of_task:
             raise ValueError("only tasks read system_prompt; put it before the prompts of train_dataset")
         self.source = as_source(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset, needed=self._most_rows())
         train_rows = as_rows(self.source.rows, "train_dataset.rows")
@@ -242,7 +246,8 @@ class GRPOTrainer:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if never := sorted(vars(cls).keys() & HOOKS):
+        own = {name for kind in cls.__mro__ if not issubclass(GRPOTrainer, kind) for name in vars(kind)}
+        if never := sorted(own & HOOKS):
             raise TypeError(f"{cls.__name__} overrides {', '.join(never)}, which only TRL's trainer calls")
 
     # Setup before the first step. Supervised training overrides some of these methods.
@@ -272,8 +277,6 @@ class GRPOTrainer:
 
     def _check_rows(self, train_rows: Rows) -> None:
         """Validate all rows that a later step or evaluation may use."""
-        for rows in (train_rows, *self.held_out.values()):
-            setup.refuse_images(rows)
         self._check_prompts(train_rows)
 
     def _check_prompts(self, train_rows):
@@ -349,6 +352,15 @@ class GRPOTrainer:
     # The run folder.
 
     def open(self) -> None:
+        """Validate all rows, claim the run folder, and restore the checkpoint to resume from; each only once."""
+        self._claim()
+        try:
+            self._restore()
+        except BaseException:
+            self._release()
+            raise
+
+    def _claim(self):
         """Validate all rows, and claim the run folder, unless it is already claimed."""
         self._validate()
         if self.log is None:
@@ -359,9 +371,11 @@ class GRPOTrainer:
         try:
             if not self.checked:
                 train_rows = as_rows(self.source.rows, "train_dataset.rows")
+                everything = train_rows, *self.held_out.values()
+                for rows in everything:
+                    setup.refuse_images(rows)
                 self._check_rows(train_rows)
                 if self.rewards is not None:
-                    everything = train_rows, *self.held_out.values()
                     self.rewards.columns = dict.fromkeys(name for rows in everything for name in rows.columns)
         except BaseException:
             self._release()
@@ -378,6 +392,7 @@ class GRPOTrainer:
         """Claim the run folder, unless `log` has, and create everything that needs it."""
         args = self.args
         self.log = log = log or open_log(args, self.inputs, self.ranks)
+        self.restored = None  # the step of the checkpoint, and the state of the random generators then
         self.state.log_history = log.history
         self.checkpoints = Checkpointer(args, log, self.ranks)
         self.watch = Watch(args, self.checkpoints)
@@ -393,7 +408,7 @@ class GRPOTrainer:
     def _resume_from(self, checkpoint):
         """Open the run of `checkpoint`; if None, follow the settings."""
         if checkpoint in (None, False):
-            return self.open()
+            return self._claim()
         if self.log is not None and (self.state.global_step or self.log.history or self.left):
             raise ValueError(f"resume_from_checkpoint={checkpoint!r}: this trainer has begun a run; create a new one")
         self._validate()
@@ -407,6 +422,18 @@ class GRPOTrainer:
             self._release()
             self.args = given  # the next call to train() follows the settings
             raise
+
+    def _restore(self):
+        """Restore the checkpoint to resume from, unless it is already restored."""
+        log = self.log
+        if log.checkpoint is None or self.restored:
+            return
+        log.folder.check()
+        restore(self.parts(), log.checkpoint, self.about(), log.say, self.ranks)
+        if self.ranks.lead:
+            set_aside(log.folder, self.state.global_step, log.say)
+        self.callbacks.restore(self.checkpoints.same)
+        self.restored = self.state.global_step, GlobalRNG().state_dict()
 
     def parts(self) -> dict[str, Stateful]:
         """Return the stateful parts of the run, by their names in checkpoints."""
@@ -470,17 +497,14 @@ class GRPOTrainer:
     def _run(self, stop):
         """Run the remaining steps. Return None at the end of the run, or the step after which it was stopped."""
         log, callbacks = self.log, self.callbacks
-        if log.checkpoint is None:
-            callbacks.begin()
+        self._restore()
+        generators = GlobalRNG().state_dict()
+        callbacks.begin()
+        if self.restored is None:
             set_seed((self.args.seed + self.ranks.rank) % 2**32)  # reward functions may use the global generators
-        else:
-            restore(self.parts(), log.checkpoint, self.about(), log.say, self.ranks)
-            if self.ranks.lead:
-                set_aside(log.folder, self.state.global_step, log.say)
-            callbacks.restore(self.checkpoints.same)
-            generators = GlobalRNG().state_dict()
-            callbacks.begin()
-            GlobalRNG().load_state_dict(generators)  # callbacks may have used them
+        else:  # callbacks and an evaluation may have used the generators
+            step, of_checkpoint = self.restored
+            GlobalRNG().load_state_dict(of_checkpoint if self.state.global_step == step else generators)
         if self.live is not None:
             self.live.start(self.state.global_step * self.args.updates_per_step)
             log.say(f"{self.live.url} serves the policy")
@@ -587,8 +611,9 @@ class GRPOTrainer:
         state, step = self.state, self.state.global_step + 1
         if "accuracy" in values:
             values |= self.source.metrics()
-            news = self.source.observe(values["accuracy"])
-            if news:
+            level = self.source.state_dict().get("level")
+            of_level = level == self.collector.place.get("level", level)  # with max_staleness, rows may be older
+            if of_level and (news := self.source.observe(values["accuracy"])):
                 self.log.say(f"step {step}: {news}")
         if self._logged:
             self._log_samples(step, samples)
@@ -687,7 +712,8 @@ class GRPOTrainer:
             state.evaluated_at = step
             if values is None:
                 return
-            self.callbacks.note_best(values)
+            if step:  # as in transformers, the first model is no candidate
+                self.callbacks.note_best(values)
             self.callbacks.agree(f"the flags of the callbacks after the evaluation of step {step}")
             first = setup.prefixes(self.held_out, "eval")[0]
             if f"{first}/accuracy" in values:

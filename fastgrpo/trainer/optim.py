@@ -94,7 +94,8 @@ class MasterAdamW:
                     master.copy_(parameter)
         for master in self.masters:
             master.grad = None
-        hooks = [p.register_post_accumulate_grad_hook(partial(_move, master)) for p, master in self.pairs]
+        trained = [(p, master) for p, master in self.pairs if p.requires_grad]  # scripts may freeze some
+        hooks = [p.register_post_accumulate_grad_hook(partial(_move, master)) for p, master in trained]
         try:
             yield
         finally:

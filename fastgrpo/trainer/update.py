@@ -405,6 +405,8 @@ class GRPOUpdate:
 
     def held_out_loss(self, samples: Sequence[Sample]) -> float:
         """Compute the loss of judged samples as one on-policy batch, without an update."""
+        if self.entropy is not None:
+            self.objective = dataclasses.replace(self.objective, entropy_coef=self.entropy.applied)
         tokens = sum(len(sample.drawn) for sample in samples if not sample.masked)
         weighted = zip(samples, self.token_weights(samples, tokens), strict=True)
         samples = [sample.replace(weights=weights, sampler_logps=None) for sample, weights in weighted]

@@ -85,7 +85,7 @@ def falling(completions, trainer_state, **_):
 def test_early_stopping_continues_in_a_resumed_run(tmp_path, prefix, rows):
     def make(**settings):
         return make_trainer(
-            tmp_path, falling, eval_rows=rows, eval_steps=1, save_steps=1, eval_on_start=False,
+            tmp_path, falling, eval_rows=rows, eval_steps=1, save_steps=1, eval_on_start=True,
             metric_for_best_model=f"{prefix}/reward", callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
             lr_scheduler_type="constant", **settings,
         )  # fmt: skip
@@ -101,7 +101,7 @@ def test_early_stopping_continues_in_a_resumed_run(tmp_path, prefix, rows):
     assert resumed.state.best_model_checkpoint == str(tmp_path / "run" / "checkpoint-1")
     name = f"{prefix}_reward"
     history = {entry["step"]: entry[name] for entry in resumed.state.log_history if name in entry}
-    assert list(history) == [1, 2, 3] and resumed.state.best_metric == history[1] > history[2] > history[3]
+    assert list(history) == [0, 1, 2, 3] and resumed.state.best_metric == history[1] > history[2] > history[3]
     again = make(max_steps=6, resume_from_checkpoint="auto")  # as in transformers, it goes on until the next worse one
     assert again.train().global_step == 4
     turned = make(max_steps=6, resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"), greater_is_better=False)

@@ -33,10 +33,10 @@ def make_trainer(saved, tmp_path, pattern, reward=by_plan, **settings):
 
 
 def stepped(trainer):
-    kept, make = [], trainer.collector
-    trainer.collector = lambda state: kept.append(make(state)) or kept[-1]
+    kept, collect = [], trainer.collect
+    trainer.collect = lambda: kept.append(collect()) or kept[-1]
     values = trainer.step()
-    trainer.collector = make
+    trainer.collect = collect
     return values, kept[0][0]
 
 
@@ -72,7 +72,6 @@ def test_groups_without_spread_are_replaced(saved, tmp_path):
 
 
 def test_the_scale_of_advantages_is_that_of_the_trained_groups(saved, tmp_path):
-    """Not that of each batch, which may have groups that the step does not train on."""
     _, experience = stepped(make_trainer(saved, tmp_path, "1001" + "01" + "1" * 8, scale_rewards="batch"))
     size = 0.5 / (math.sqrt(16 * 0.25 / 15) + 1e-4)  # 16 rewards of 0 and 1
     assert [sample.advantage for sample in experience if sample.trained] == pytest.approx([-size, size] * 8, rel=1e-6)

@@ -123,6 +123,12 @@ def test_rejects_unsupported_arguments_by_name(tmp_path, given, match):
         script(tmp_path, **given).train()
 
 
+def test_rejects_methods_that_only_trls_trainer_calls():
+    for bases in ((GRPOTrainer,), (type("Mixin", (), {"log": print}), GRPOTrainer)):
+        with pytest.raises(TypeError, match=r"Own overrides (_compute_loss|log), which only TRL's trainer calls"):
+            type("Own", bases, {"_compute_loss": print} if len(bases) == 1 else {})
+
+
 def test_a_stream_and_a_data_frame_train_and_evaluate(tmp_path):
     settings = {"max_steps": 1, "prompts_per_step": 2, "oversampling_factor": 1.5}
     trainer = make_trainer(tmp_path, rows=STREAM, eval_rows=pandas.DataFrame(PROMPTS), **settings)

@@ -1,5 +1,6 @@
 """The loop: learning, exact accumulation, old log-probs, and the files of a run."""
 
+import collections
 import json
 import re
 
@@ -11,6 +12,7 @@ import torch
 from runs import PROMPTS, lines, make_trainer, samples_of, share_of_a
 from updates import before_each_step, make_update, rising
 
+from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.model import Policy
 from fastgrpo.run.curves import draw_curves
@@ -27,6 +29,17 @@ def test_a_learnable_reward_is_learnt_within_20_updates(tmp_path):
     make_trainer(tmp_path, vowels, max_steps=20, **settings).train()
     rewards = [row["reward"] for row in lines(tmp_path / "run") if "reward" in row]
     assert rewards[0] <= 0.2 and max(rewards) >= 0.95
+
+
+def test_the_accuracy_of_rows_that_an_earlier_level_gave_ends_no_level(tmp_path):
+    curriculum = Curriculum([Level(name, ShuffledRows(PROMPTS), 0.9) for name in "abc"])
+    trainer = make_trainer(tmp_path, rows=curriculum)
+    trainer.step()
+    assert len(curriculum.recent) == 1
+    trainer.collector.ahead.batches = collections.deque([trainer.collector._of_step(trainer.state)])
+    curriculum.level, curriculum.recent = 1, []  # while a batch is ahead
+    trainer.step()
+    assert curriculum.recent == []
 
 
 def gradient_and_loss(max_tokens, loss_type, level, beta, drop=False, seed=0):
@@ -137,7 +150,6 @@ def test_every_prompt_of_a_run_goes_through_the_chat_template_with_its_arguments
 
 
 def test_a_bounded_backward_pass_leaves_columns_out(tmp_path):
-    """Nearly all of the probability lies on the bytes of a large vocabulary."""
     model = tiny.model(vocab_size=4000)
     with torch.no_grad():
         model.lm_head.weight[:258] *= 12

@@ -56,7 +56,6 @@ def move(policy):
 @pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "apart"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_gradient_is_that_of_full_logits(name, share_prompt):
-    """In two micro-batches, whose losses, gradients and divergences add up."""
     build, device = POLICIES[name]
     policy, samples = build(), weighted_groups()
     with torch.no_grad():

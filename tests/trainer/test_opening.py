@@ -10,7 +10,6 @@ pytestmark = pytest.mark.usefixtures("without_curves")
 
 @pytest.mark.parametrize("resume, overwrite, stated", [(True, 0, 0), ("checkpoint-2", 1, 0), ("checkpoint-2", 0, 1)])
 def test_train_resumes_from_a_checkpoint_bit_for_bit(tmp_path, resume, overwrite, stated):
-    """With a model that is given as an object. The settings may state the checkpoint, too, as in TRL's scripts."""
 
     def make(name="run", **settings):
         settings |= {"lr_scheduler_type": "constant", "save_steps": 2, "dtype": "bfloat16"}
@@ -25,6 +24,17 @@ def test_train_resumes_from_a_checkpoint_bit_for_bit(tmp_path, resume, overwrite
     assert trainer.train(resume_from_checkpoint=resume).global_step == 4
     assert_same_run(tmp_path / "run", tmp_path / "whole")
     assert [entry["step"] for entry in trainer.state.log_history] == [1, 2, 3, 4, 4]
+
+
+def test_the_first_use_restores_the_checkpoint_of_the_settings(tmp_path):
+    how = {"lr_scheduler_type": "constant"}
+    make_trainer(tmp_path, max_steps=1, **how).train()
+    trainer = make_trainer(tmp_path, resume_from_checkpoint="auto", **how)
+    trainer.open()
+    assert trainer.state.global_step == 1
+    trainer.train()
+    make_trainer(tmp_path, output_dir=str(tmp_path / "whole"), **how).train()
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 def test_overwrites_an_earlier_run_only_when_training_starts(tmp_path):
@@ -51,6 +61,7 @@ def test_a_started_run_does_not_resume_another_checkpoint(tmp_path):
 
 
 def test_a_wrong_checkpoint_does_not_stay_in_the_settings(tmp_path):
+    make_trainer(tmp_path).log.close()  # a folder without a step is used again, as by a cell that is run again
     trainer = make_trainer(tmp_path)
     with pytest.raises(ValueError, match="no-such"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "no-such"))

@@ -13,8 +13,9 @@ from fastgrpo.trainer.optim import MasterAdamW, check_schedule, make_schedule
 
 
 def test_micro_batches_accumulate_in_fp32():
-    layer = torch.nn.Linear(1, 1, bias=False).bfloat16()
+    layer = torch.nn.Linear(1, 1).bfloat16()
     optimizer = MasterAdamW(layer, learning_rate=1e-3)
+    layer.bias.requires_grad_(False)  # a script may freeze parameters later
     with optimizer.receiving():
         for value in [1.0] + [2**-9] * 64:  # each of the 64 alone would be rounded away next to 1
             (layer.weight.sum() * value).backward()
@@ -65,7 +66,6 @@ def same(one, other):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_8_bit_moments_train_skip_and_resume_to_the_bit(ranks):
-    """As one process saves its state, and as several do, whose tensors are filled in place."""
     pytest.importorskip("bitsandbytes")
     model, plain = (tiny.model(hidden_size=64).bfloat16() for _ in range(2))
     optimizer = MasterAdamW(model, learning_rate=1e-3, weight_decay=0.1, optim="adamw_8bit")

@@ -44,7 +44,6 @@ def test_other_weights_on_another_rank_are_refused(tmp_path):
 
 
 def test_one_process_that_shards_to_the_host_trains_as_with_ddp(tmp_path):
-    """Without torchrun."""
     weights, logged = {}, {}
     try:
         for way in ("ddp", "fsdp2_offload"):

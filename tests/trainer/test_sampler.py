@@ -91,7 +91,6 @@ def test_a_run_with_a_penalty_learns_and_is_judged_without_it(tmp_path, monkeypa
 
 @pytest.mark.parametrize(("gap", "half", "silent"), [(2e-3, 0, 0), (4e-3, 8, 8), (4e-3, 8, 0), (5e-4, 0, 0)])
 def test_completions_of_another_policy_train_nothing_and_stop_the_run(tmp_path, monkeypatch, gap, half, silent):
-    """The draws of the first or of the second of two updates are another policy's. The first may have no gradient."""
     trainer = make_trainer(tmp_path, rising, dtype="float32", beta=0.0, updates_per_rollout=2)
     trainer.step()
     before, (samples, metrics) = [p.detach().clone() for p in trainer.policy.parameters()], trainer.collect()

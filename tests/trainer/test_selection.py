@@ -52,7 +52,6 @@ def test_entropy_quantile_equals_torchs(share, values):
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_high_entropy_tokens_equal_trls(share):
-    """Also those of samples without an advantage decide where the quantile lies, and masked ones do not."""
     trainer, model = trl.GRPOTrainer, tiny.model("llama")
     samples = [dataclasses.replace(sample, masked=i == 4) for i, sample in enumerate(samples_of())]
     update = update_of(model, top_entropy_quantile=share)
@@ -117,7 +116,6 @@ def plain_loss(model, samples, share, coef, beta):
 
 @pytest.mark.parametrize("coef, beta", [(0.3, 0.0), (0.0, 0.2)])
 def test_an_update_equals_autograd_over_full_logits(coef, beta):
-    """In micro-batches of a sample or two; the quantile is that of the whole update."""
     samples, objective = samples_of(), Objective("grpo", entropy_coef=coef, beta=beta)
     update, truth = update_of(tiny.model("llama"), objective, top_entropy_quantile=0.4), tiny.model("llama")
     masters = update.learner.optimizer.masters

@@ -60,7 +60,6 @@ def test_a_task_with_tools_is_refused(tmp_path):
 
 @pytest.mark.parametrize("max_tokens", [1000, 12])
 def test_the_update_is_the_policy_gradient_with_unit_weights(max_tokens):
-    """At advantage 1, ratio 1 and a mean over tokens linear_grpo_loss moves the same way, in any micro-batches."""
     policy = Policy(tiny.model(vocab_size=258))
     examples = [example for row in ROWS[:5] for example in to_examples(row, tiny.tokenizer())]
 
@@ -129,6 +128,7 @@ def test_a_checkpoint_of_another_command_is_refused(tmp_path):
 @pytest.mark.parametrize("changes, message", [
     ({"rows": [*ROWS, {"prompt": "1+"}]}, "train_dataset row 16: .*'completion'"),
     ({"eval_rows": [*HELD_OUT, {"prompt": "1+"}]}, "eval_dataset row 2"),
+    ({"eval_rows": [HELD_OUT[0] | {"images": []}]}, "vision-language"),
     ({"rows": [{"prompt": "a" * 2000, "completion": "b" * 60}]}, "row 0: the example has 2061 tokens"),
     ({"rows": Curriculum([Level("easy", ShuffledRows(ROWS), 0.5), Level("hard", ShuffledRows(ROWS))])}, "Curriculum"),
 ])  # fmt: skip

@@ -13,6 +13,7 @@ from tool_runs import ENDS, ROWS, Counter, CountingBuilder, count, make_trainer
 from updates import before_each_step, make_update
 
 from fastgrpo.data.records import Prompt, Sample
+from fastgrpo.data.sources import ShuffledRows
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.model import Policy
 from fastgrpo.rewards.call import Judging, Rewards
@@ -23,7 +24,9 @@ def parsed(monkeypatch):
     monkeypatch.setattr("fastgrpo.tools.prompts.TurnBuilder", CountingBuilder)
 
 
-@pytest.mark.parametrize("backend, how", [("fast", {"tools": [count]}), ("hf", {"environment_factory": Counter})])
+@pytest.mark.parametrize("backend, how", [
+    ("fast", {"tools": [count]}), ("hf", {"environment_factory": Counter, "rows": [{"prompt": None}] * 8}),
+])  # fmt: skip
 def test_a_run_with_tools(tmp_path, backend, how):
     trainer = make_trainer(tmp_path, rollout_backend=backend, **how)
     trainer.train()
@@ -98,8 +101,9 @@ def test_rejects_a_rollout_func_with_tools_and_tools_without_prompts(tmp_path):
     for fault, wrong in ("combined", {"tools": [count]}), ("aborted", {"oversampling_factor": 1.5}):
         with pytest.raises(ValueError, match=f"rollout_func cannot be {fault}"):
             make_trainer(tmp_path, rollout_func=rollouts, **wrong)
-    with pytest.raises(ValueError, match="only tasks read system_prompt"):
-        make_trainer(tmp_path, system_prompt="Play.")
+    for rows in (ROWS, ShuffledRows(ROWS)):
+        with pytest.raises(ValueError, match="only tasks read system_prompt"):
+            make_trainer(tmp_path, rows, system_prompt="Play.")
     with pytest.raises(ValueError, match="no column 'prompt'"):
         make_trainer(tmp_path, [{"promt": "a"}], tools=[count]).open()
     with pytest.raises(ValueError, match="a `prompt` column, and a column `environment`"):  # the rows choose one

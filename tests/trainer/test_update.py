@@ -5,7 +5,7 @@ import math
 import pytest
 import tiny
 import torch
-from runs import lines, make_trainer, samples_of
+from runs import PROMPTS, lines, make_trainer, samples_of
 
 from fastgrpo import GRPOConfig
 from fastgrpo.policy.model import Policy
@@ -53,7 +53,6 @@ def test_reports_the_norm_before_clipping():
 
 @pytest.mark.parametrize("bad", [lambda h: torch.nan, lambda h: torch.inf, lambda h: (h - h.detach()).sum().sqrt()])
 def test_non_finite_updates_change_no_weights_and_the_schedule_continues(bad):
-    """The last one is 0, with infinite gradients."""
     model, learner = updater_of()
     optimizer, loss = learner.optimizer, sum_over_completions(model)
     learner.step(samples_of(), loss)
@@ -85,8 +84,10 @@ def test_the_coefficient_stays_in_bounds_and_applies_only_at_low_entropy():
 
 def test_a_run_measures_every_update(tmp_path):
     """Entropies of this vocabulary are below the target of 20 nats, so that the coefficient rises with each update."""
-    settings = {"use_adaptive_entropy": True, "entropy_coef_delta": 0.01, "entropy_target": 20.0, "num_iterations": 2}
-    make_trainer(tmp_path, **settings).train()
+    settings = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.01, "entropy_target": 20.0,
+                "num_iterations": 2}  # fmt: skip
+    make_trainer(tmp_path, eval_rows=PROMPTS, eval_on_start=True, **settings).train()
+    assert lines(tmp_path / "run")[0]["eval/loss"] == 0  # no update has been measured
     rows = [row for row in lines(tmp_path / "run") if "loss" in row]
-    assert [row["entropy_coef"] for row in rows] == pytest.approx([0.02, 0.04])
+    assert [row["entropy_coef"] for row in rows] == pytest.approx([0.12, 0.14])
     assert all(row["entropy"] > 0 for row in rows)
