@@ -127,7 +127,6 @@ def test_an_evaluation_has_the_loss_and_the_metrics_of_trl(saved, tmp_path, name
 
 @pytest.mark.parametrize("name", TYPES)
 def test_several_processes_scale_the_loss_as_trl_does(saved, tmp_path, monkeypatch, name):
-    """Here without old log-probs, and with advantages of tokens, which subclasses of TRL's trainer may give."""
     monkeypatch.setattr("accelerate.Accelerator.num_processes", 4)
     both = pair(saved, tmp_path, **CASES[name])
     inputs = make_inputs(both.theirs, old=False)
@@ -198,7 +197,6 @@ def test_rejects_unsupported_settings_by_name(saved, tmp_path, settings):
 
 
 def test_settings_that_change_in_a_run_change_the_gradient(saved, tmp_path):
-    """As a callback does that lowers the KL step by step."""
     trls = pair(saved, tmp_path, beta=0.3, num_iterations=2, **SEQUENCE)
     inputs = make_inputs(trls.theirs)
     assert_same_gradients(trls, inputs)

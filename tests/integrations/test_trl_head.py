@@ -104,7 +104,6 @@ def test_a_sharded_head_is_gathered(mesh):
 
 
 def test_results_are_exact_where_the_model_casts_what_it_returns():
-    """As FSDP2 does."""
     model = make_model("plain")
     _, ours, inputs, labels = both(model)
 

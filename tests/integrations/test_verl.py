@@ -59,7 +59,6 @@ def test_results_and_gradients_are_those_of_autograd(dtype, tolerance):
 @pytest.mark.parametrize("reduction, reduced", [("sum", torch.sum), ("Mean", torch.mean), (None, torch.clone)])
 @pytest.mark.parametrize("shares", [(1, 1), (1, 0), (0, 1)], ids=["both", "log-probs", "entropies"])
 def test_log_probs_are_reduced_and_entropies_are_not(reduction, reduced, shares):
-    """Either result may be differentiated without the other."""
     given = problem()
     ours, theirs = leaves(given), leaves(given)
     logps, entropy = linear_cross_entropy(*ours, given["labels"], TEMPERATURE, reduction)

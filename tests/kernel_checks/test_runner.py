@@ -34,7 +34,6 @@ def test_planted_errors_fail_the_command_and_end_their_child(monkeypatch, capsys
 @pytest.mark.parametrize("pair", ((0.0, math.nan), (math.nan, math.nan), (math.nan, 0.0), (1e-9, 0.0)), ids=str)
 @pytest.mark.parametrize("place", range(3))
 def test_nan_and_errors_without_allowance_fail_in_any_place(pair, place):
-    """Also where plain PyTorch has NaN, and wherever the entry stands among others."""
     entries = [("near", (9e-6, 1e-5)), ("far", (1e-9, 1e-5))]
     assert runner.Line("", "cpu", dict(entries)).reason is None
     entries.insert(place, ("value", pair))

@@ -48,7 +48,6 @@ def test_reads_runs_with_damaged_files(tmp_path):
 
 
 def test_folders_become_runs_with_names_that_differ(tmp_path):
-    """The folder of a sweep stands for its runs."""
     for name in ("sweep", "other"):
         for run in ("b", "a"):
             write_run(tmp_path / name / run)
@@ -81,7 +80,6 @@ def test_a_long_curve_keeps_its_spikes_and_its_ends():
 
 
 def test_the_mean_of_a_stretch_goes_along_with_its_points():
-    """Most values are 0 and every tenth is 1: the kept points would average to a half."""
     values = [float(step % 10 == 0) for step in range(10_000)]
     kept = kept_of(values, 402)
     means, lines = stretches_of(values, kept)

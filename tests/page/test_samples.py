@@ -107,7 +107,6 @@ def many(text="a <b> & c " * 20):
 
 
 def test_steps_go_first_and_evenly_then_groups_then_numbers_then_texts(tmp_path):
-    """Each budget is a part of the last one; what was kept is as large as may be, and no larger."""
     written(tmp_path, *many())
     seen = []
     for budget in (5_000_000, 1_000_000, 150_000, 70_000, 60_000, 5_000, 500):
@@ -139,7 +138,6 @@ def test_the_note_names_everything_that_is_missing(tmp_path):
 
 
 def test_a_large_file_is_not_held_in_memory(tmp_path):
-    """Reads one group at a time: the file is larger than the memory limit."""
     with open(tmp_path / "samples.jsonl", "w") as file:
         for step in range(200):
             file.write(json.dumps(row(step, 0, "x" * 100_000)) + "\n")

@@ -27,7 +27,6 @@ def test_the_workflows_run_ci_and_every_slow_part():
 
 @pytest.mark.parametrize("failing", [None, ".venv/.installed", "lint", "test", "test-quantization"])
 def test_ci_ends_at_a_part_that_fails(failing, tmp_path):
-    """With a `make` that fails for one target, and a browser that is there."""
     (tmp_path / "make").write_text(f'#!/bin/sh\necho "made $1"\n[ "$1" != "{failing}" ]\n')
     (tmp_path / "chromedriver").write_text("#!/bin/sh\n")
     for program in tmp_path.iterdir():

@@ -22,7 +22,6 @@ def site(tmp_path_factory):
 
 
 def test_every_page_is_whole(site):
-    """It loads nothing from elsewhere, and its Markdown is rendered. The build checks the links."""
     pages = list(site.rglob("*.html"))
     assert len(pages) > 30
     for page in pages:

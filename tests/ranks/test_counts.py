@@ -115,13 +115,11 @@ def counts(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_decode_loop_sends_nothing(counts, case):
-    """Nor does it exchange objects; the completions are gathered after it."""
     assert counts[case]["called"]["decode"] > 1
     assert "decode" not in counts[case]["sent"] and "decode" not in counts[case]["host"]
 
 
 def test_ddp_sends_the_gradients_once_an_update(counts):
-    """With the loss beside them, whatever the number of micro-batches."""
     told = counts["ddp-small"]
     assert told["sent"] == {"update": [["allreduce", FP32 * (told["trained"] + 1)]] * 2}
     assert told["trained"] == sum(told["units"])

@@ -40,7 +40,6 @@ def test_a_failure_queues_requests_again_and_an_update_leaves_no_state(backend, 
 
 
 def test_reports_progress_as_shares_of_the_work(backend):
-    """Also while prompts wait and before the first completion has ended; what is told adds up to all of it."""
     rollouts, told = backend(tiny.model(), max_num_seqs=4), []
     rollouts.generate(PROMPTS, 2, SamplingParams(max_tokens=6, seed=3), told.append)
     assert rollouts.work_left() == 0
@@ -74,7 +73,6 @@ def test_non_finite_logits_leave_no_state(attention, aborted):
 
 
 def test_the_share_of_lanes_in_use_is_of_the_whole_generation():
-    """Also where all lanes empty at once while more wait."""
     engine = RolloutEngine(tiny.model(), max_num_seqs=4)
     engine.generate(PROMPTS, 2, SamplingParams(max_tokens=5, seed=0))
     assert len(engine.live_lanes) >= 8
@@ -182,7 +180,6 @@ def test_leaks_nothing_over_many_requests():
 
 
 def test_requests_that_arrive_one_by_one_draw_together():
-    """Lanes are kept for them, also for somewhat longer ones, and their tokens can be read while they draw."""
     model = tiny.model()
     sampling = SamplingParams(max_tokens=9, seed=3, top_k=5, stop_token_ids=range(3, 64, 20))
     expected = [RolloutEngine(model).generate([p], 2, sampling, request_ids=[7]) for p in PROMPTS]

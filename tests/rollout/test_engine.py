@@ -51,7 +51,6 @@ PAIRS = [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) fo
 @given(REQUESTS, st.integers(0, 12), st.sets(st.integers(0, 63), max_size=9), st.sampled_from([1.0, 1.3, 0.8]),
        st.sampled_from([1, LONGEST]))  # fmt: skip
 def test_greedy_equals_generate(backend, architecture, requests, spare, stops, penalty, packed_from):
-    """Whatever the group sizes, limits, stop tokens, lanes and penalty, with packed weights and without."""
     sampling = SamplingParams(temperature=0, stop_token_ids=tuple(stops), repetition_penalty=penalty)
     sampling = dataclasses.replace(sampling, max_tokens=LONGEST)
     rollouts = backend(model_of(architecture), max_num_seqs=max(len(limits) for _, limits in requests) + spare)
@@ -81,7 +80,6 @@ def drawn_alone(how, number, count, request_id):
 @settings(max_examples=6, phases=[Phase.generate])  # to shrink what fails takes minutes
 @given(REQUESTS, st.integers(0, 12), st.sets(st.integers(0, 63), max_size=9), st.data())
 def test_draws_do_not_depend_on_the_batch(attention, how, requests, spare, stops, data):
-    """Nor on the lanes, limits, stop tokens, parts of the prefill, and requests that come and are aborted."""
     sampling = dataclasses.replace(HOW[how], stop_token_ids=tuple(stops))
     most, outputs = max(len(limits) for _, limits in requests) + spare, {}
     engine = RolloutEngine(model_of("qwen3"), max_num_seqs=most, attention=attention)

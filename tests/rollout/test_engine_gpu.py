@@ -75,7 +75,6 @@ def test_logps_are_as_near_as_two_forwards_of_other_shapes(attention):
 
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_fp32_logps_equal_a_teacher_forced_forward(sleeps):
-    """Also in lanes that grow and are preempted, and after memory was released."""
     model, prompts = model_and_prompts(torch.float32, num_hidden_layers=16)  # 128 tokens a page of 2 MiB
     engine, preempted = RolloutEngine(model, enable_sleep_mode=sleeps), 0
     engine.budget = 120 * 2**21  # 15 of the 48 completions at full length

@@ -22,7 +22,6 @@ from fastgrpo.rollout.graph import Graphs, graph_obstacle
 
 @pytest.mark.parametrize("names", [("qwen2",), pytest.param(launches.ARCHITECTURES, marks=pytest.mark.slow)])
 def test_launches_of_a_step_are_those_of_the_committed_table(names, monkeypatch):
-    """`make launches` writes it."""
     pytest.importorskip("liger_kernel")
     monkeypatch.setattr(launches, "ARCHITECTURES", names)
     committed = json.loads((Path(__file__).parent / "launches.json").read_text())
@@ -83,7 +82,6 @@ def test_a_mixture_of_experts_is_recorded_where_its_products_stay_on_the_device(
 
 @pytest.mark.parametrize("name, recorded", [("qwen2", True), ("qwen3_moe", False)])
 def test_an_engine_is_made_of_a_model_with_liger_and_adapters(cuda, monkeypatch, caplog, name, recorded):
-    """In the order of a run on a GPU: load, liger's layers, adapters, engine. No kernel is launched on the way."""
     pytest.importorskip("liger_kernel")
     monkeypatch.setattr(Policy, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))

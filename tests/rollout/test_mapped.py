@@ -153,7 +153,6 @@ def test_merged_adapters_are_made_again_at_the_same_addresses(driver, monkeypatc
 
 
 def test_an_error_of_the_driver_names_the_remedy(driver, monkeypatch):
-    """Before memory counts as used up, torch frees what it keeps."""
     kept, mapped = [UNIT], Mapped(CPU)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(driver, "free", driver.free + sum(kept)))
     driver.free = 0
@@ -174,7 +173,6 @@ def test_an_error_of_the_driver_names_the_remedy(driver, monkeypatch):
 
 
 def test_updates_that_release_the_kv_cache_change_no_bit(tmp_path, monkeypatch):
-    """Here without CUDA graphs."""
     settings = {"eval_steps": 1, "eval_rows": [{"prompt": "a"}], "max_completion_length": 20}
     plain, trainer = (make_trainer(tmp_path / name, **settings) for name in ("plain", "sleeps"))
     plain.train()
@@ -221,7 +219,6 @@ SHORTER, LONGER = (SamplingParams(max_tokens=90, stop_token_ids=tuple(range(n)),
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_lanes_that_grow_draw_the_same_completions(driver, grown, on_gpu):
-    """Whatever is preempted, moved, aborted, and released during updates."""
     model, lanes, preempted = tiny.model(), [], 0
     engine, plain = grown(model, 44), RolloutEngine(model)  # 44 pages hold 6 completions of full length
     engine.on_gpu = on_gpu  # decodes the next steps before it handles the last
@@ -252,7 +249,6 @@ def begin(engine, limits):
 
 @pytest.mark.parametrize("limits, pages, steps", [([160, 65, 65, 65], 61, 1), ([160] * 4, 80, 50)])
 def test_preempted_groups_finish(driver, grown, monkeypatch, limits, pages, steps):
-    """Also after a failed prefill, and if something else takes all memory that is left after these steps."""
     model = tiny.model()
     engine, plain = grown(model, pages, max_num_seqs=19), RolloutEngine(model)
     engine.mapped = None  # does not sleep

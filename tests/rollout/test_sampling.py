@@ -121,7 +121,6 @@ def test_equal_tokens_stay_or_go_together():
 @pytest.mark.parametrize("filters", [{}, {"top_k": 4}])
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-24])
 def test_a_token_without_probability_is_never_drawn(u, filters):
-    """Nor are whole blocks of them; NaN logits give a NaN log-prob, which an update notices."""
     logits = torch.full((2, 1000), -torch.inf)
     logits[:, 300:310] = torch.linspace(0, 1, 10)
     logits[1, 600] = torch.nan
@@ -132,7 +131,6 @@ def test_a_token_without_probability_is_never_drawn(u, filters):
 
 @pytest.mark.parametrize("vocabulary", [7, 128, 129, 300, 151_936])
 def test_tokens_and_log_probs_are_those_of_fp64(vocabulary):
-    """Vocabularies of part of a block, of a whole one, of more, and of Qwen; a row is drawn alike alone."""
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(16, vocabulary, generator=generator) * 4
     draws = torch.rand(16, generator=generator)

@@ -86,7 +86,6 @@ def test_memory_left_excludes_reserved_memory():
 
 @pytest.mark.parametrize("ample", [True, False])
 def test_phases_share_a_geometry_only_where_memory_is_ample(ample):
-    """And a smaller batch of a phase, such as a refill of a step, changes nothing."""
     phases, training, evaluation = {}, Geometry(64, 100, 16, 16, 8, False), Geometry(256, 100, 256, 16, 1, False)
     both, refill = Geometry(256, 100, 256, 16, 8, False), Geometry(8, 100, 1, 16, 8, False)
     for on_gpu, sizes in ((False, 60), (True, 13)):  # a decode step has few sizes

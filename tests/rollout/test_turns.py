@@ -142,7 +142,6 @@ def test_many_tokens_of_answers_are_appended_in_several_passes(monkeypatch):
 
 
 def test_tokens_that_were_drawn_in_vain_are_counted_without_answers(monkeypatch):
-    """Of a completion that ended, and of one that waits for its second answer; their group is not wanted any more."""
     sampling = SamplingParams(max_tokens=LIMIT, stop_token_ids=STOPS, seed=3)
     ended, waits, wanted = Scripted([]), Scripted([[1, 2, 3], [4]], delay=1), Scripted([[6]], delay=2)
 

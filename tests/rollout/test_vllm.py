@@ -204,7 +204,6 @@ def test_completions_of_other_rows_than_the_resumed_ones_are_drawn_again(serve, 
 @pytest.mark.parametrize("learning_rate", [1e-2, 1e-6])
 @pytest.mark.parametrize("fault", ["no load", "old head"])
 def test_a_server_with_old_weights_stops_the_run_before_it_trains(serve, tmp_path, fault, learning_rate):
-    """Also where the update is far smaller than the tolerance."""
     (server,) = serve()
     how = {"max_steps": 3, "learning_rate": learning_rate, "rollout_backend": "vllm"}
     model = tiny.model("smollm3-like", vocab_size=258)
@@ -221,7 +220,6 @@ def test_a_server_with_old_weights_stops_the_run_before_it_trains(serve, tmp_pat
 @pytest.mark.parametrize("fault", ["no load", "old head", "no adapters"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_server_that_keeps_other_weights_fails_the_first_probe(serve, dtype, fault):
-    """Also where they are so close that the tolerance would let them pass, as after a resumption."""
     lora, model = fault == "no adapters", tiny.model("smollm3-like").to(dtype)
     (server,) = serve(loras={} if lora else None)
     server.model = copy.deepcopy(model)
@@ -286,7 +284,6 @@ def test_requests_of_a_server_that_fails_go_to_another_one(serve, fault, monkeyp
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_request_that_fails_is_drawn_again_with_the_same_adapters(serve, lost):
-    """Other requests keep them meanwhile. The server has lost them if it was started again."""
     (server,), model, sampling = serve(loras={}), tiny.model("smollm3-like"), SamplingParams(max_tokens=4, seed=4)
     server.model = copy.deepcopy(model)
     backend = backend_of([server], add_lora(model, target_modules=["all-linear"]))

@@ -79,7 +79,6 @@ def test_completions_equal_the_engines(post):
 
 
 def test_echo_scores_the_prompt_and_names_the_likeliest_tokens(post):
-    """As lm-eval reads them; also for the tokens that were drawn."""
     model = tiny.model(vocab_size=258, max_position_embeddings=2048)
     for temperature, more in ((0, {}), (0.7, {"top_k": 4})):
         asked = {"prompt": [40, 50, 60], "max_tokens": 3, "logprobs": 2, "temperature": temperature, "seed": 1, **more}

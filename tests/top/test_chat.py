@@ -90,7 +90,6 @@ def test_a_model_calls_tools_and_the_next_question_follows_all_its_tokens(capsys
 
 
 def test_filters_and_temperature_reach_the_draw_and_a_models_own_penalties_do_not(capsys):
-    """top_k 1 is greedy whatever the temperature, and so is a tiny top_p."""
     greedy = conversation().answer("hi")
     for settings in ({"top_k": 1}, {"top_p": 1e-6}):
         assert conversation(temperature=2.0, **settings).answer("hi") == greedy

@@ -147,7 +147,6 @@ def problems(folder):
 
 
 def test_compares_two_models(tmp_path, capfd):
-    """It needs no training data, and passes on no advice of transformers."""
     models = [str(tiny.save(tmp_path / name, seed=seed)) for seed, name in enumerate(("one", "two"))]
     for model in models:
         file = Path(model) / "tokenizer_config.json"
@@ -217,7 +216,6 @@ def test_unstated_flags_are_the_tasks():
 
 @pytest.mark.slow
 def test_two_processes_give_the_completions_and_the_table_of_one(tmp_path, capsys):
-    """5 prompts: 3 on rank 0 and 2 on rank 1, whose completions stand in the order of the prompts."""
     argv = [str(tiny.save(tmp_path / "model")), *problems(tmp_path), "--max_completion_length", "6", "--output"]
     assert main([*argv, str(tmp_path / "one.jsonl")]) == 0
     table = capsys.readouterr().out
@@ -230,7 +228,6 @@ def test_two_processes_give_the_completions_and_the_table_of_one(tmp_path, capsy
 
 
 def test_reports_progress_from_the_first_token_to_the_end():
-    """Its rate is known long before the first completion has ended, and greedy completions and draws fill it once."""
     told, rows = [], [{"prompt": text} for text in ("ab", "cde", "f")]
     engine = RolloutEngine(tiny.model(vocab_size=258), max_num_seqs=4)
     rewards = Rewards([lambda completions, **_: [0.0] * len(completions)])

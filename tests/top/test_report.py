@@ -67,7 +67,6 @@ def test_a_page_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypat
 
 
 def test_the_picture_shows_what_the_task_names(tmp_path, capsys, quick):
-    """A run from Python may have any task; then, and with a config.json that cannot be read, a line says what it is."""
     cases = {
         '{"task": "pizza"}': pizza.PANELS, '{"command": "sft"}': SUPERVISED_PANELS, '{"task": "mine"}': None,
         '{"task": "piz': None,
@@ -82,7 +81,6 @@ def test_the_picture_shows_what_the_task_names(tmp_path, capsys, quick):
 
 @pytest.mark.parametrize("noted", [False, True])
 def test_notes_its_files_in_the_run_folder(tmp_path, quick, noted):
-    """A first note in a folder without any would tell that all else in it is no run's."""
     run = RunFolder(tmp_path)
     (run.claim("metrics.jsonl") if noted else tmp_path / "metrics.jsonl").touch()
     assert main([str(tmp_path)]) == 0

@@ -139,7 +139,6 @@ def test_skips_and_renames_damaged_checkpoints(whole, capsys):
 
 
 def test_a_named_checkpoint_resumes_in_its_own_folder(whole):
-    """What came after it is cut, and kept where it cannot be taken for the new course."""
     folder = whole()
     run = folder / "named"
     make_trainer(folder, "named").train()

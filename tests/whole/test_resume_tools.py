@@ -13,7 +13,6 @@ SETTINGS = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "environment_fa
 
 
 def test_a_stopped_run_with_an_environment_resumes_bit_for_bit(tmp_path, monkeypatch):
-    """It is stopped in the middle of drawing step 4, while tools are called."""
     patch(monkeypatch.setattr)
     trainer = make_trainer(tmp_path, name="whole", **SETTINGS)
     trainer.train()

@@ -86,7 +86,6 @@ def test_a_signal_to_torchrun_stops_all_ranks_after_the_same_step(tmp_path, fold
 
 
 def test_two_agents_run_one_training(folder, restarted):
-    """As two machines do, each with an agent of its own."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent = (
         "--nnodes", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{store.port}",
