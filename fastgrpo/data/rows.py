@@ -159,10 +159,10 @@ def load_rows(name: str, config: str | None = None, split: str = "train", column
 def _load_from_hub(name, config, split, columns):
     import datasets
 
-    told = ValueError, FileNotFoundError, ConnectionError, RuntimeError, datasets.exceptions.DatasetsError
+    failures = ValueError, FileNotFoundError, ConnectionError, RuntimeError, datasets.exceptions.DatasetsError
     try:
         rows = datasets.load_dataset(name, config, split=split)
-    except told as error:
+    except failures as error:
         reason = " ".join(f"{error} {error.__cause__ or ''}".split())[:300]  # the cause names wrong columns
         if reason.startswith("Unknown split"):
             return None

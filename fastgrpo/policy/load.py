@@ -320,8 +320,8 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
     of_transformers = [kind.__module__.startswith("transformers.models.") for kind in forwards]
     if not of_transformers[0] and any(of_transformers):
         raise ValueError(
-            f"{name}.forward overrides that of {forwards[1].__name__}, which this package does not call: it computes "
-            "log-probs from hidden states and the head; make the change in a submodule"
+            f"{name}.forward overrides that of {forwards[1].__name__}, but log-probs are computed from the hidden "
+            "states and the head without calling it; make the change in a submodule"
         )
     obstacle, grouped = dry_run(model)
     if obstacle and own_attention is False:

@@ -50,7 +50,7 @@ def wrap_lora(
         own = {*model.get_decoder().modules()} - {model.get_output_embeddings()}  # without a vision tower
         names = [name for name, module in model.named_modules() if _is_linear(module) and module in own]
     config = LoraConfig(r=r, lora_alpha=alpha, lora_dropout=0.0, target_modules=names, task_type="CAUSAL_LM")
-    if "all-linear" in target_modules:  # leave out the names that peft would replace by those of fused experts
+    if "all-linear" in target_modules:  # drop names under which peft would adapt fused experts
         found = copy.deepcopy(config)
         convert_peft_config_for_transformers(found, model, None)
         config.target_modules = set(found.target_modules)

@@ -205,12 +205,12 @@ def claim_output_dir(
         if not (overwrite or resume) and path.exists() and contents(path):
             if (path / LOCK).exists():
                 RunFolder(path).close()  # if a run holds the folder, this raises a better error
-            overwrite = not_begun(path)
-        if not (overwrite or resume) and path.exists() and contents(path):
-            raise ValueError(
-                f"output_dir {path} is not empty; choose another folder, delete the files of the earlier run with "
-                "--overwrite_output_dir True, or continue that run with --resume_from_checkpoint auto"
-            )
+            if begun(path):
+                raise ValueError(
+                    f"output_dir {path} is not empty; choose another folder, delete the files of the earlier run with "
+                    "--overwrite_output_dir True, or continue that run with --resume_from_checkpoint auto"
+                )
+            overwrite = True
         path.mkdir(parents=True, exist_ok=True)
         folder = RunFolder(path)
         if overwrite:
@@ -227,10 +227,10 @@ def claim_output_dir(
         ) from error
 
 
-def not_begun(path: Path) -> bool:
-    """Return whether a folder has only files of a run that wrote its settings, but no line of a step."""
+def begun(path: Path) -> bool:
+    """Return whether a folder has more than the settings and empty logs that a run writes before its first step."""
     noted = made_in(path)
-    return all(
+    return not all(
         entry.name in noted and (entry.name == "config.json" or (entry.suffix == ".jsonl" and not entry.stat().st_size))
         for entry in contents(path)
     )

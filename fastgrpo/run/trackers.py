@@ -70,7 +70,7 @@ class WandB:
         import wandb
 
         self.wandb = wandb
-        # A script ends its own run, as with transformers' trainers. That of another trainer is not used.
+        # Log to the run that a script has begun and ends, as transformers' trainers do, but not to another trainer's.
         self.given = None if wandb.run is None or wandb.run.id in self.live else wandb.run
         try:
             self.run = self.given or self._begin(config, folder)
@@ -165,7 +165,7 @@ class Trackio:
         with self._said():
             self.run.finish()
         self.live.discard(self.name)
-        if current.get() is self.run:  # else that of another trainer
+        if current.get() is self.run:  # otherwise another trainer's run is the current one
             current.set(None)
 
 

@@ -82,7 +82,7 @@ class MasterAdamW:
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
-        """Clear all gradients, and within the context add those of parameters below fp32 to the masters.
+        """Clear all gradients. Within the context, add gradients of parameters below fp32 to those of their masters.
 
         If something else, such as another trainer of the model, has changed a parameter since the last update, its
         master takes the new values.
@@ -262,7 +262,7 @@ class MasterAdamW:
 
 
 def _move(master, parameter):
-    """Add the gradient of a parameter to that of its master, in fp32, and free it. On a GPU, this makes no copy."""
+    """Add a parameter's gradient to its master's gradient in fp32, and free it. On a GPU, nothing is copied for it."""
     if master.grad is None:
         master.grad = parameter.grad.float()
     else:

@@ -326,7 +326,7 @@ class GRPOUpdate:
         router_aux_loss_coef: float = 0.0,
         checks_draws: bool = False,
     ):
-        self.policy, self.reference, self.learner, self.objective = policy, reference, learner, objective
+        self.policy, self.reference, self.learner, self._objective = policy, reference, learner, objective
         self.dealer, self.ranks = learner.dealer, learner.ranks
         self.temperature = temperature
         self.scoring = Scoring(temperature, self.dealer.max_tokens, self.dealer.share_prompt)
@@ -370,9 +370,6 @@ class GRPOUpdate:
                 selected, entropy = self.selection(samples, minibatch, others, first=not norms)
                 for i, sample in selected.items():
                     samples[i] = sample
-                if self.entropy is not None:
-                    self.objective = dataclasses.replace(self.objective, entropy_coef=self.entropy.applied)
-
                 parts = [samples[i] for i in minibatch]
                 tokens = sum(len(samples[i].drawn) for i in whole if not samples[i].masked)
 
@@ -405,8 +402,6 @@ class GRPOUpdate:
 
     def held_out_loss(self, samples: Sequence[Sample]) -> float:
         """Compute the loss of judged samples as one on-policy batch, without an update."""
-        if self.entropy is not None:
-            self.objective = dataclasses.replace(self.objective, entropy_coef=self.entropy.applied)
         tokens = sum(len(sample.drawn) for sample in samples if not sample.masked)
         weighted = zip(samples, self.token_weights(samples, tokens), strict=True)
         samples = [sample.replace(weights=weights, sampler_logps=None) for sample, weights in weighted]
@@ -420,6 +415,13 @@ class GRPOUpdate:
             return self.loss(batch, tokens, False, _share(chosen, indices)).loss
 
         return self.learner.measure(chosen, loss, self.idle_loss)
+
+    @property
+    def objective(self) -> Objective:
+        """The objective, with the coefficient of the entropy bonus that applies to the next update."""
+        if self.entropy is None:
+            return self._objective
+        return dataclasses.replace(self._objective, entropy_coef=self.entropy.applied)
 
     @property
     def entropy_coef(self) -> float:
