@@ -87,6 +87,8 @@ def evaluate_models(argv: list[str]) -> None:
                 continue
             if not config.quiet:
                 print(f"{path}: {results[-1].summary(told)}", file=sys.stderr)
+            for text in results[-1].warnings:
+                print(f"{path}: {text}", file=sys.stderr)
             file.writelines(json.dumps({"model": path, **row}, ensure_ascii=False) + "\n" for row in results[-1].rows)
             file.flush()
     if ranks.lead:

@@ -139,6 +139,8 @@ def explain(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno in _SYSTEM:
         where = f" {error.filename}" if error.filename else ""
         return _SYSTEM[error.errno].format(where=where)
+    if type(error) is ConnectionError:  # a server of this run does not respond
+        return text
     if isinstance(error, ValueError):
         frame = traceback.extract_tb(error.__traceback__)[-1]
         if frame.filename.startswith(_HERE):

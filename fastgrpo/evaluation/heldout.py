@@ -59,6 +59,7 @@ class Evaluation:
         intervals: The 95% interval (low, high) of metrics that are means over prompts.
         rows: One dict per completion.
         notes: Texts that help to interpret the values.
+        warnings: Texts about completions that could not be judged.
         samples: The judged completions: the sampled ones, or the greedy ones if none were sampled.
     """
 
@@ -66,6 +67,7 @@ class Evaluation:
     intervals: dict[str, tuple[float, float]]
     rows: list[dict]
     notes: list[str]
+    warnings: list[str]
     samples: Sequence[Sample] = ()
 
     def metrics(self) -> dict[str, float]:
@@ -78,11 +80,11 @@ class Evaluation:
     def summary(self, told: set[str] | None = None) -> str:
         """Return a line with accuracy, pass@1, and pass@k and maj@k of the largest k, and a line per note.
 
-        Skip notes in `told`, and add new ones to it, so that a run prints each note once. Warnings are always printed.
+        Skip notes in `told`, and add new ones to it, so that a run prints each note once.
         """
         told = set() if told is None else told
         notes = [note for note in self.notes if note not in told]
-        told.update(note for note in notes if note.startswith("note:"))
+        told.update(notes)
         prompts = sum(row["draw"] == "greedy" for row in self.rows)
         by_kind = {name.partition("@")[0]: name for name in self.values if "@" in name}  # the last k of each
         shown = dict.fromkeys(["eval/accuracy", *(["eval/pass@1"] if by_kind else []), *by_kind.values()])
@@ -170,7 +172,7 @@ def evaluate(
     counted = drawn if len(rows) == 1 else greedy  # one greedy completion is an accuracy of 0 or 1
     means.add("eval/accuracy", [float(_right(completion)) for completion in counted], share=True)
     means.values["eval/time"] = time.perf_counter() - started
-    return Evaluation(means.values, means.intervals, shown, means.notes, drawn)
+    return Evaluation(means.values, means.intervals, shown, means.notes, means.warnings, drawn)
 
 
 def _add_estimates(completions, draws, means):
@@ -200,10 +202,10 @@ def draws_reported(count: int) -> list[int]:
 
 
 class _Means:
-    """Collects means over problems and their intervals by name, and notes about them."""
+    """Collects means over problems and their intervals by name, and notes and warnings about them."""
 
     def __init__(self):
-        self.values, self.intervals, self.notes = {}, {}, []
+        self.values, self.intervals, self.notes, self.warnings = {}, {}, [], []
 
     def add(self, name, by_problem, share=False):
         """Add a mean of one value per problem; NaN means no value.
@@ -225,17 +227,17 @@ def _right(completion):
 
 
 def _measure(judged: Judged, rewards, draws, prefix, means):
-    """Add rewards, format rate, lengths, truncations and logged metrics under `prefix`. Failures become notes."""
+    """Add rewards, format rate, lengths, truncations and logged metrics under `prefix`. Failures become warnings."""
     completions, per_function = judged.completions, reward_matrix(judged.completions)
     for name, count in judged.errors.items():
         means.values[f"{prefix}rewards/{name}/errors"] = count
-        means.notes.append(
+        means.warnings.append(
             f"warning: reward function {name!r} failed on {count} of {len(completions)} held-out completions, which "
             "count as wrong and get no reward from it"
         )
     for name, count in judged.timeouts.items():
         means.values[f"{prefix}rewards/{name}/timeouts"] = count
-        means.notes.append(
+        means.warnings.append(
             f"warning: reward function {name!r} took too long for {count} of {len(completions)} held-out completions, "
             "which count as wrong and get no reward from it"
         )

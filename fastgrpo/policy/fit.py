@@ -1,6 +1,6 @@
 """Checks that prompts fit the policy. All rows are checked before the first step, not in the middle of a run."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -63,11 +63,19 @@ def check_rows(
     max_tokens: int,
     shown: bool = True,
     ranks: Ranks = ALONE,
+    checks: Iterable[Callable[[dict], None]] = (),
 ) -> None:
-    """Check every row, each rank its share of them. `source` is a `fastgrpo.tools.prompts.Prompts`."""
-    fitting, turns = _fitting(source, policy, max_tokens), cycle(range(ranks.size))
-    prompts = as_rows(rows, "data").each(lambda row: fitting(row) if next(turns) == ranks.rank else None)
-    for _ in tqdm(prompts, desc="check prompts", total=len(rows), disable=not shown, **BAR):
+    """Check every row, each rank its share of them.
+
+    `source` is a `fastgrpo.tools.prompts.Prompts`, and `checks` are further functions that raise for a wrong row.
+    """
+    checks, turns = (_fitting(source, policy, max_tokens), *checks), cycle(range(ranks.size))
+
+    def checked(row):
+        for check in checks if next(turns) == ranks.rank else ():
+            check(row)
+
+    for _ in tqdm(as_rows(rows, "data").each(checked), desc="check prompts", total=len(rows), disable=not shown, **BAR):
         pass
 
 

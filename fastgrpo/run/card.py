@@ -21,7 +21,10 @@ from fastgrpo.data.records import TrainerState
 from fastgrpo.run.curves import markdown_table
 
 # Settings that the card shows elsewhere, or that are paths.
-PLACES = ("model_name_or_path", "dataset_name", "dataset_train_split", "train_file", "reward_funcs", "device")
+PLACES = {
+    "model_name_or_path", "dataset_name", "dataset_train_split", "train_file", "reward_funcs", "system_prompt",
+    "device",
+}  # fmt: skip
 LONGEST = 80  # characters of a setting's value
 PAPER = """\
 ```bibtex
@@ -35,9 +38,10 @@ PAPER = """\
 ```"""
 LOADING = """\
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto")
+model.generation_config = GenerationConfig.from_pretrained(FOLDER)
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 ```
 
@@ -45,7 +49,8 @@ tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 SERVING = "`vllm serve FOLDER` serves it."
 SERVING_ADAPTERS = """\
 It holds only adapters. With peft installed, these lines also load the base model that `adapter_config.json` names.
-`vllm serve BASE --enable-lora --max-lora-rank {rank} --lora-modules NAME=FOLDER` serves them."""
+`vllm serve BASE --tokenizer FOLDER --generation-config FOLDER --enable-lora --max-lora-rank {rank} --lora-modules
+NAME=FOLDER` serves them."""
 
 
 def model_card(
@@ -80,6 +85,8 @@ def model_card(
         "## How to load it": LOADING + (SERVING_ADAPTERS.format(rank=_vllm_rank(args.lora_r)) if adapters else SERVING),
         "## Versions": "\n".join(f"- {package}: {number}" for package, number in _versions(adapters)),
     }
+    if prompt := getattr(args, "system_prompt", None):
+        parts["## System prompt"] = f"````text\n{prompt}\n````"
     if grpo:
         parts["## Citation"] = f"GRPO is the method of\n\n{PAPER}"
     text = "\n\n".join(f"{title}\n\n{body}" for title, body in parts.items())

@@ -68,12 +68,13 @@ def _add_old_rope(config):
     for inner in config.values():
         if isinstance(inner, dict) and "rope_parameters" in inner:
             _add_old_rope(inner)
-    rope = config.get("rope_parameters") or {}
+    rope, kind = config.get("rope_parameters") or {}, config.get("model_type", "")
     rope, local = rope.get("full_attention", rope), rope.get("sliding_attention")
-    if "rope_theta" not in rope:
+    # transformers 4 does not know other models with a rope per kind of layer, and transformers 5 misreads the names.
+    if "rope_theta" not in rope or (local and not kind.startswith(("gemma3", "olmo3"))):
         return
     config["rope_theta"] = rope["rope_theta"]
-    if local and "gemma3" in config.get("model_type", ""):
+    if local and "gemma3" in kind:
         config["rope_local_base_freq"] = local["rope_theta"]
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     if config.get("model_type") == "phi3":  # it refuses other names

@@ -66,7 +66,7 @@ class RunLog:
             if error is not None:
                 self.flush()
         finally:
-            self.close()
+            self.close(failed=error is not None)
 
     def _write_config(self):
         resolved = {"command": self.config.command, **dataclasses.asdict(self.config), "output_dir": str(self.dir)}
@@ -127,20 +127,23 @@ class RunLog:
             tracker.completions(step, columns)
 
     def warn(self, step: int, text: str) -> None:
-        """Print a warning about a step, and write it to warnings.jsonl."""
+        """Print a warning about a step, and write it to warnings.jsonl, unless the run has ended."""
         self.say(f"step {step}: {text}")
-        self._append("warnings", [{"step": step, "text": text}])
+        if self.folder.held:
+            self._append("warnings", [{"step": step, "text": text}])
 
     def _append(self, name, rows):
         self._files[name].writelines(_line(row) for row in rows)
         self._files[name].flush()
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Close the progress bar and the files, and release the folder."""
         self.terminal.close_bar()
         with contextlib.ExitStack() as closing:  # a failure does not keep the others open
-            for part in (self.folder, *self._files.values(), *self._trackers):
+            for part in (self.folder, *self._files.values()):
                 closing.callback(part.close)
+            for tracker in self._trackers:
+                closing.callback(tracker.close, failed)
             self._trackers = []
 
     def state_dict(self) -> dict[str, Any]:

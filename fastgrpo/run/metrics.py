@@ -104,7 +104,7 @@ METRICS = {
     "time/forward": "seconds of the policy's layers, and of scoring old log-probs where a later update needs them",
     "time/loss": "seconds of the head and the loss, with the part of their backward pass that runs in the forward pass",
     "time/backward": "seconds of the backward passes",
-    "time/optimizer": "seconds of gradient clipping and of the optimizer",
+    "time/optimizer": "seconds of the sum of the gradients over ranks, of clipping and of the optimizer",
     "time/other": "seconds of the step that are in no other time/ metric",
     "mfu": "model FLOPs utilization: the update's FLOPs, divided by its seconds (forward to optimizer) and by the peak "
     "FLOP/s of the GPU in 16 bits; absent if the peak is unknown",

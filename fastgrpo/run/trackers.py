@@ -57,7 +57,7 @@ class TensorBoard:
     def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
         """Ignore tables, which TensorBoard does not have."""
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self.writer.close()
 
 
@@ -112,9 +112,9 @@ class WandB:
             self.table.add_data(*row)
         self.run.log({"completions": self.table, STEP: step})
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         if self.given is None:
-            self.run.finish()
+            self.run.finish(exit_code=int(failed))  # W&B marks a run with another code than 0 as failed
             self.live.discard(self.run.id)
 
 
@@ -160,7 +160,7 @@ class Trackio:
         table = self.trackio.Table(columns=list(columns), data=rows)
         self.run.log({"completions": table}, step=step)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         current = self.trackio.context_vars.current_run
         with self._said():
             self.run.finish()

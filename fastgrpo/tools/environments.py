@@ -18,6 +18,7 @@ from typing import Any
 
 from fastgrpo.config.fields import did_you_mean
 from fastgrpo.data.prompts import copied, shortened
+from fastgrpo.rewards.guard import TIMED_OUT
 from fastgrpo.tools.calls import PATIENCE, ToolBox, Worker, as_text, in_thread, on_loop, settled
 
 logger = logging.getLogger(__name__)
@@ -115,12 +116,12 @@ class Environments:
         return get_reward
 
     def _result(self, environment, future):
-        """Wait for a `get_reward`. An instance that exceeds the limit is not used again."""
+        """Return the reward of a `get_reward`, or `TIMED_OUT`. An instance that exceeds the limit is not used again."""
         if not wait([future], self.reward_timeout).done:
             future.cancel()
             if id(environment) in self.active:
                 self.active[id(environment)].failed = True
-            raise TimeoutError(f"it took longer than reward_timeout={self.reward_timeout:g} s")
+            return TIMED_OUT
         return future.result()
 
     def _failed(self, environment):

@@ -280,7 +280,8 @@ class GRPOTrainer:
         self._check_prompts(train_rows)
 
     def _check_prompts(self, train_rows):
-        how = self.prompts, self.policy, self.args.max_completion_length, self._shows_bars, self.ranks
+        checks = [function.check_row for function in self.rewards.functions if hasattr(function, "check_row")]
+        how = self.prompts, self.policy, self.args.max_completion_length, self._shows_bars, self.ranks, checks
         for rows in (train_rows, *self.held_out.values()):
             together(self.ranks, lambda rows=rows: check_rows(rows, *how), "the check of rows")
 
@@ -618,12 +619,18 @@ class GRPOTrainer:
         if self._logged:
             self._log_samples(step, samples)
         state.global_step = step
-        for warning in self.watch.observe(values):
+        values |= self.timer.stop() | {"num_tokens": state.num_tokens, "epoch": state.epoch}
+        try:
+            warnings = self.watch.observe(values)
+        except ValueError:  # the run ends, and its last step is logged too
+            self.log.step(step, values)
+            raise
+        for warning in warnings:
             if warning.startswith("warning"):
                 self.log.warn(step, warning)
             else:  # a note, such as that a loss near 0 is expected
                 self.log.say(f"step {step}: {warning}")
-        return values | self.timer.stop() | {"num_tokens": state.num_tokens, "epoch": state.epoch}
+        return values
 
     @property
     def _logged(self):  # whether the current step writes a line of metrics.jsonl
@@ -685,6 +692,8 @@ class GRPOTrainer:
         self._write(further | result.metrics())
         name = "" if prefix == "eval" else f" of {prefix}"
         self.log.say(f"step {self.state.global_step}: held-out{name} {told}")
+        for text in result.warnings:
+            self.log.warn(self.state.global_step, text)
         return further | result.values
 
     def _held_out_loss(self, samples, prefix):

@@ -5,6 +5,7 @@ These functions are methods of GRPOTrainer, under the names that transformers.Tr
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fastgrpo.policy.lora import merged
-from fastgrpo.run.card import model_card
+from fastgrpo.run.card import model_card, on_hub
 from fastgrpo.run.checkpoint import save_model as write_model
 from fastgrpo.run.curves import conclude
 from fastgrpo.run.metrics import Summary, last_training, mean_loss
@@ -53,10 +54,7 @@ def finish(trainer: Any) -> Summary:
     trainer.callbacks.call("on_log", logs=history[-1])
     trainer.callbacks.call("on_train_end")
     if trainer.args.use_peft:
-        with trainer.policy.gather():  # a collective call
-            if trainer.ranks.lead:
-                whole, card = merged(trainer.policy.for_rollouts.module), card_of(trainer, adapters=False)
-                write_model(trainer.log.folder.claim("merged"), whole, trainer.tokenizer, card=card)
+        _save_merged(trainer, trainer.log.folder.claim("merged"))
     if trainer.ranks.lead:
         rows = conclude(trainer.log.folder, summary, trainer.checkpoints.newest, trainer.log.say, trainer.panels)
         trainer.log.terminal.table(rows)
@@ -64,6 +62,14 @@ def finish(trainer: Any) -> Summary:
     if trainer.args.push_to_hub:
         trainer.push_to_hub()
     return Summary(summary, metrics)
+
+
+def _save_merged(trainer, path):
+    """Write the model with its adapters merged. All ranks must call this together."""
+    with trainer.policy.gather():
+        if trainer.ranks.lead:
+            whole, card = merged(trainer.policy.for_rollouts.module), card_of(trainer, adapters=False)
+            write_model(path, whole, trainer.tokenizer, card=card)
 
 
 def save_model(trainer: Any, output_dir: str | Path | None = None) -> None:
@@ -98,19 +104,32 @@ def push_to_hub(
 ) -> Any:
     """Upload the model, its tokenizer and its card to the hub. All ranks must call this together.
 
-    The upload always blocks, and the fields of transformers' own `card` are not used.
+    Adapters are merged if their base model is not on the hub. The upload always blocks, and the fields of transformers'
+    own `card` are not used.
     """
     from huggingface_hub import HfApi
 
+    trainer.open()
     with TemporaryDirectory() as folder:
-        trainer.save_model(folder)
+        if trainer.args.use_peft and not on_hub(trainer.policy.module.name_or_path, trainer.inputs):
+            _save_merged(trainer, Path(folder))
+        else:
+            trainer.save_model(folder)
         if not trainer.ranks.lead:
             return None
-        api, name = HfApi(token=token), trainer.args.hub_model_id or trainer.log.dir.name
+        api, name = HfApi(token=token), trainer.args.hub_model_id or repository_name(trainer.log.dir.name)
         repo = api.create_repo(name, private=trainer.args.hub_private_repo, exist_ok=True).repo_id
         if revision:
             api.create_branch(repo, branch=revision, exist_ok=True)
-        return api.upload_folder(folder_path=folder, repo_id=repo, commit_message=commit_message, revision=revision)
+        return api.upload_folder(
+            folder_path=folder, repo_id=repo, commit_message=commit_message, revision=revision,
+            delete_patterns=["*.safetensors*", "*config.json"],  # of an earlier upload with other files
+        )  # fmt: skip
+
+
+def repository_name(folder: str) -> str:
+    """Turn the name of a folder into a name that the hub allows."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", folder).strip("-.")[:96]
 
 
 def log_metrics(trainer: Any, split: str, metrics: Mapping[str, Any]) -> None:

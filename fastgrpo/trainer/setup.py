@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import get_token
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.settings import TrainingConfig
@@ -19,7 +20,7 @@ from fastgrpo.data.prompts import to_prompt
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.evaluation.heldout import Evaluation
 from fastgrpo.policy.device import check_packages, choose_device
-from fastgrpo.policy.load import load_tokenizer, policy_and_tokenizer, read_json
+from fastgrpo.policy.load import load_tokenizer, policy_and_tokenizer, refuse_changed
 from fastgrpo.policy.lora import (
     base_weights,
     is_wrapper,
@@ -67,6 +68,11 @@ def checked(args: Any, tokenizer: Any, kind: type[TrainingConfig]) -> TrainingCo
     check_packages(args)
     if args.push_to_hub and os.environ.get("RANK", "0") == "0" and get_token() is None:
         raise ValueError("push_to_hub needs a login: run `hf auth login`, or set HF_TOKEN")
+    if args.hub_model_id is not None:
+        try:
+            validate_repo_id(args.hub_model_id)
+        except HFValidationError as error:
+            raise ValueError(f"hub_model_id: {error}") from None
     return args
 
 
@@ -244,7 +250,7 @@ def make_policy(
     digest = digest_of_weights(base_weights(policy.module)) if needed else None
     refuse_differences(ranks, weights_of_the_model=digest)
     if args.use_peft and isinstance(model, PreTrainedModel):
-        _refuse_resized(model)
+        refuse_changed(model)
     if wrapper is None:
         refuse_adapters(policy.module)
     if wrapper is not None:
@@ -267,20 +273,6 @@ def make_policy(
         )
     policy.offloads = args.activation_offloading
     return Made(policy, tokenizer, plan, digest if args.keeps_first_weights else None, parallel, why, wrapper)
-
-
-def _refuse_resized(model):
-    """Raise if an embedding was resized in memory: checkpoints hold only adapters and the name of the base."""
-    name, count = model.name_or_path, len(model.get_input_embeddings().weight)
-    if not name or (name.startswith((".", "/", "~")) and not Path(name).exists()):  # made in memory, or moved since
-        return
-    rows = read_json(name, "config.json", local_files_only=True).get("vocab_size")
-    if rows and rows != count:
-        raise ValueError(
-            f"the model has {count} embeddings and {name} has {rows}, "
-            "and checkpoints with LoRA do not contain embeddings; save the model and its tokenizer to a folder, and "
-            "pass the folder"
-        )
 
 
 def keep_activations(model: PreTrainedModel, recomputed: int) -> None:

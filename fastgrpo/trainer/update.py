@@ -89,8 +89,8 @@ class Learner:
                 total = loss.detach() if total is None else total + loss.detach()
             if veto is not None:
                 total = veto(torch.zeros((), device=self.policy.device) if total is None else total)
-            total = self.optimizer.reduce(self.ranks, total)
             with self.timer.stage("optimizer"):
+                total = self.optimizer.reduce(self.ranks, total)
                 norm = self.optimizer.step(self.max_grad_norm, total)
             if self.after_update is not None:
                 self.after_update()

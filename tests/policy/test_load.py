@@ -87,6 +87,9 @@ def test_configs_are_read_also_those_of_adapters_base(folder, tmp_path_factory, 
     (adapters / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
     assert read_config(base).num_hidden_layers == read_config(adapters).num_hidden_layers == 2
     assert load.read_json(base, "generation_config.json") == {}  # there is none
+    base.rename(adapters / "moved")
+    with pytest.raises(ValueError, match=r"base model is not there: no such model folder: .*; copy it"):
+        read_config(adapters)
 
 
 def test_configs_choose_no_code(tmp_path):

@@ -139,12 +139,16 @@ def test_rejects_files_with_adapters_that_are_not_in_fastgrpo(tmp_path, options)
         load_model(tmp_path / "adapters")
 
 
-def test_rejects_an_embedding_that_was_resized_in_memory(tmp_path):
+@pytest.mark.parametrize("change", [
+    lambda model: model.resize_token_embeddings(260),
+    lambda model: model.model.layers[0].mlp.up_proj.weight.data.mul_(2),
+])  # fmt: skip
+def test_rejects_a_model_that_was_changed_in_memory(tmp_path, change):
     tiny.model(vocab_size=258).save_pretrained(tmp_path / "base")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    model.resize_token_embeddings(260)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16).float()
+    change(model)
     args = GRPOConfig(output_dir=str(tmp_path / "run"), max_steps=1, device="cpu", use_peft=True)
-    with pytest.raises(ValueError, match="260 embeddings"):
+    with pytest.raises(ValueError, match="changed after it was loaded"):
         GRPOTrainer(model, vowels, args, PROMPTS, processing_class=tiny.tokenizer())
 
 

@@ -31,12 +31,13 @@ def test_metadata_is_what_the_hub_reads():
 
 
 def test_text_describes_data_settings_and_results():
-    text = ModelCard(card()).text
+    text = ModelCard(card(system_prompt="Think | first.\n" * 9)).text
     rows = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in text.splitlines() if line[:1] == "|"}
     assert rows["steps"] == "50 of 200" and rows["prompt and completion tokens"] == "123,456"
     assert rows["held-out accuracy before training"] == "0.310"
     assert rows["held-out accuracy after step 50"] == "0.445"
     assert (rows["`beta`"], rows["`learning_rate`"]) == ("`0.04`", "`3e-06`")
+    assert "Think | first.\n" * 9 in text
     # what a run records and where is no setting of the model, and what has its default is left out
     assert not {"`output_dir`", "`logging_steps`", "`epsilon`", "`model_name_or_path`"} & set(rows)
 
@@ -45,7 +46,7 @@ def test_adapters_name_their_rank_and_library():
     written = card(adapters=True, use_peft=True, lora_r=12, state=TrainerState(2, 2, 0.5, 64))
     head = ModelCard(written).data.to_dict()
     assert head["library_name"] == "peft" and head["tags"][-1] == "lora"
-    assert "--max-lora-rank 16 --lora-modules NAME=FOLDER" in written and "vllm serve FOLDER" not in written
+    assert "--max-lora-rank 16 --lora-modules\nNAME=FOLDER" in written and "vllm serve FOLDER" not in written
     assert "accuracy" not in written.replace("`accuracy", "")  # nothing was evaluated
 
 

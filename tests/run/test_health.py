@@ -33,7 +33,10 @@ CASES = {
     "no informative group": ({"frac_informative": 0.0}, {"frac_informative": 0.0, "accuracy": 1.0}),
     "refills run out": ({"dynamic_sampling/filled_groups": 1}, {"dynamic_sampling/filled_groups": 0}),
     "truncated": ({"completions/clipped_ratio": 0.6}, {"completions/clipped_ratio": 0.5}),
-    "constant length": ({"completions/min_length": 9, "frac_informative": 0.0}, {"completions/min_length": 9}),
+    "constant length": (
+        {"completions/min_length": 9, "frac_informative": 0.0},
+        {"completions/min_length": 9, "frac_informative": 0.0, "accuracy": 1.0},
+    ),
     "kl": ({"kl": 1.1}, {"kl": None}),
     "ratio": ({"ratio/max": 101.0}, {"ratio/max": 99.0}),
     "log-probs apart": ({"sampler/logp_gap_mean": 0.06}, {"sampler/logp_gap_mean": 0.04}),
@@ -108,6 +111,15 @@ def test_skipping_an_update_causes_no_sync():
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert torch.stack(norms).isfinite().tolist() == [True, False, True]
+
+
+def test_the_step_that_ends_a_run_is_logged(tmp_path):
+    trainer = make_trainer(tmp_path, rising, PROMPTS[:2], prompts_per_step=2, max_steps=4, loss_type="grpo")
+    loss, trainer.watch.skipped = trainer.updates.loss, 9
+    trainer.updates.loss = lambda *given: dataclasses.replace(out := loss(*given), loss=out.loss * torch.nan)
+    with pytest.raises(ValueError, match="10 updates in a row"):
+        trainer.train()
+    assert [(row["step"], row["skipped_updates"]) for row in lines(tmp_path / "run")] == [(1, 1)]
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, capsys):

@@ -71,7 +71,7 @@ def test_every_line_goes_to_the_trackers(tmp_path, monkeypatch):
         log.step(2, {"reward": 2.0})
         log.write(2, {"eval/accuracy": 0.5, "eval/time": 1.0})
     assert tracker.mock_calls == [
-        call.log(2, {"train/reward": 1.5}), call.log(2, {"eval/accuracy": 0.5, "eval/runtime": 1.0}), call.close(),
+        call.log(2, {"train/reward": 1.5}), call.log(2, {"eval/accuracy": 0.5, "eval/runtime": 1.0}), call.close(False),
     ]  # fmt: skip
 
 

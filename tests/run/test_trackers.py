@@ -37,7 +37,7 @@ for name, checkpoint, steps in (("run", None, (2, 4)), ("other", None, (1,)), ("
         for step in steps:
             tracker.log(step, {"train/reward": step / 10, "eval/accuracy": 0.5})
             tracker.completions(step, {"step": [step] * 2, "prompt": ["1+1=", "2+2="], "right": [1.0, None]})
-        tracker.close()
+        tracker.close(failed=path.name == "other")
     folder.close()
 
 import wandb
@@ -95,6 +95,7 @@ def wandb_rows(run):
         records = list(wandb_records(path))
         known = next(record.run for record in records if record.HasField("run"))
         assert known.project == "sums"
+        assert [record.exit.exit_code for record in records if record.HasField("exit")] == [run.name == "other"]
         for items in [record.history.item for record in records if record.HasField("history")]:
             row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
             found.append((known.run_id, known.display_name, row.get("train/global_step"), row))

@@ -124,7 +124,7 @@ def test_missing_rewards_votes_and_failures():
     result = run(["?", "a"], ["?", "?", "a", "?"], moody, on_error="skip")
     assert result.values["eval/rewards/moody/errors"] == 1 and result.values["eval/sampled/rewards/moody/errors"] == 3
     assert result.values["eval/accuracy"] == 0.5
-    assert "'moody' failed on 1 of 2 held-out completions" in result.summary()
+    assert "'moody' failed on 1 of 2 held-out completions" in result.warnings[0]
 
 
 def test_the_draws_of_an_engine_differ_and_a_prompt_that_it_cannot_hold_is_named():

@@ -1,6 +1,7 @@
 """Output on request: models, metrics, state, and an upload."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,6 +89,8 @@ def test_the_model_is_uploaded_at_the_end_and_on_request(tmp_path, hub):
     with pytest.raises(ValueError, match="needs a login"), pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastgrpo.trainer.setup.get_token", lambda: None)
         make_trainer(tmp_path, push_to_hub=True)
+    with pytest.raises(ValueError, match=r"hub_model_id: .*org/a b"):
+        make_trainer(tmp_path, hub_model_id="org/a b")
     trainer = make_trainer(tmp_path, push_to_hub=True, hub_model_id="org/mine", hub_private_repo=True)
     trainer.train()
     (repo, settings), (files, upload) = hub
@@ -95,6 +98,14 @@ def test_the_model_is_uploaded_at_the_end_and_on_request(tmp_path, hub):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files)
     assert upload["repo_id"] == f"me/{repo}"
     assert trainer.push_to_hub(commit_message="done", dataset_name="mine") == "the commit"
-    assert hub[-1][1] == {"repo_id": f"me/{repo}", "commit_message": "done", "revision": None}
+    expected = {"repo_id": f"me/{repo}", "commit_message": "done", "revision": None}
+    assert expected.items() <= hub[-1][1].items() and hub[-1][1]["delete_patterns"]
     trainer.push_to_hub(token="mine", revision="dev")
     assert hub[-2] == ("mine", "dev") and hub[-1][1]["revision"] == "dev"
+
+
+def test_adapters_are_uploaded_merged_if_their_base_is_not_on_the_hub(tmp_path, hub):
+    make_trainer(tmp_path / "lr=1e-6", use_peft=True, push_to_hub=True).train()
+    (repo, _), (files, _) = hub
+    assert "model.safetensors" in files and "adapter_model.safetensors" not in files
+    assert re.fullmatch("lr-1e-6|run.*", repo)

@@ -69,6 +69,8 @@ ROPES = {  # by model: the frequencies of transformers 5, and what transformers 
               {"rope_theta": 5e5, "rope_scaling": YARN}),
     "Gemma3Text": ({"full_attention": {**LINEAR, "rope_theta": 1e6}, "sliding_attention": LOCAL},
                    {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": LINEAR}),
+    "Gemma4Text": ({"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+                    "sliding_attention": LOCAL}, {}),
     "Phi3": ({**LONG, "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64},
              {"rope_theta": 1e4, "rope_scaling": {"type": "longrope", **LONG}}),
 }  # fmt: skip
