@@ -64,7 +64,6 @@ complete -p fastgrpo-train
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the script is for bash")
 def test_bash_completes_flags(capsys, tmp_path):
-    """The block of docs/commands.md gives such scripts to the shell."""
     with pytest.raises(SystemExit):
         train.main(["--tyro-print-completion", "bash"])
     (tmp_path / "script").write_text(capsys.readouterr().out + COMPLETED)
@@ -92,7 +91,7 @@ def test_a_bug_keeps_its_traceback_and_an_interrupt_is_not_an_error():
     (ModuleNotFoundError(name="yaml"), r"pip install 'fastgrpo\[train\]'"),
     (ModuleNotFoundError(name="peft.x"), "pip install peft$"), (OSError(errno.ENOSPC, "", "/x"), "full.* /x "),
     (NotADirectoryError(errno.ENOTDIR, "", "/x/y"), "/x/y is a file"), (MemoryError(), "max_tokens_per_microbatch"),
-    (OSError(errno.EFBIG, "", "/x"), "/x .*ulimit -f"),
+    (OSError(errno.EFBIG, "", "/x"), "/x .*ulimit -f"), (ConnectionError("no answer of a server"), "^no answer of a"),
     (OSError(errno.ENOMEM, "Cannot allocate memory"), "max_tokens_per_microbatch"),
     (RuntimeError("can't allocate memory: you tried to allocate 4096 bytes."), "4,096 bytes\n"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried"), "^CUDA out of memory\n.*expandable_segments"),

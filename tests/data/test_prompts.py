@@ -79,7 +79,6 @@ def test_rejects_unreadable_or_empty_rows(read, row):
 
 
 def test_reads_rows_that_trl_reads():
-    """Messages with further keys, calls of tools without content, an empty system prompt; the row stays as it is."""
     chat = tiny.tokenizer(chat=True)
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
     asked = {"role": "user", "content": "hi", "weight": 1, "tool_calls": None}

@@ -33,7 +33,6 @@ def test_pass_at_k_and_maj_at_k_are_means_over_all_subsets(answers, both):
 
 
 def test_a_vote_that_is_always_right_is_exactly_1():
-    """Then Wilson's interval serves; the bootstrap would have no width."""
     n = 64
     for wrong in range(n // 4):
         answers = ["a"] * (n - wrong) + [wrong % 3] * wrong

@@ -61,7 +61,6 @@ def arguments(p, knobs, **more):
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_token_loss_equals_the_reference(name):
-    """Any sum over the tokens, negative weights too, is that of the truth, and so is its gradient."""
     knobs, options = CASES[name]
     p = batch(**options)
     weights = torch.randn(p.mask.shape, generator=torch.Generator().manual_seed(2))

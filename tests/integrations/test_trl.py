@@ -66,7 +66,6 @@ for i, (kind, knobs) in enumerate(TYPES.items()):
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_losses_and_metrics_are_those_of_trl(saved, tmp_path, name):
-    """Every second case has tool tokens, which are masked."""
     both = pair(saved, tmp_path, **CASES[name])
     assert_same_gradients(both, make_inputs(both.theirs, tools=list(CASES).index(name) % 2 == 1))
 
@@ -230,7 +229,6 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_run_equals_trls_run(saved, tmp_path, name):
-    """Rollouts, rewards and all: the same completions are drawn, and the weights end where TRL's do."""
     ends, logs = [], []
     for kind in (trl.GRPOTrainer, FusedGRPOTrainer):
         one = trainer(

@@ -38,7 +38,6 @@ def leaves(given, dtype=torch.float64):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
 def test_results_and_gradients_are_those_of_autograd(dtype, tolerance):
-    """Both results are differentiated. Gradients have the dtype of their input; bf16 rounds them at the end."""
     given = problem()
     ours = leaves(given, dtype)
     logps, entropy = linear_cross_entropy(*ours, given["labels"], TEMPERATURE)

@@ -73,7 +73,6 @@ def test_detects_wrong_values_of_a_head():
 
 
 def test_detects_wrong_draws_and_wrong_attention(monkeypatch):
-    """The reference takes the place of the kernels; then other tokens, another kept mass, another output."""
     monkeypatch.setattr(cases, "sample", reference.sample, raising=False)
     monkeypatch.setattr(cases, "group_decode", reference.group_decode, raising=False)
     for how in ({"temperature": 0}, {"temperature": 0.8, "top_p": 0.8, "min_p": 0.01}):

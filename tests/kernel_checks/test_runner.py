@@ -14,7 +14,6 @@ TABLE = "planted_cases:CASES"
 
 
 def test_planted_errors_fail_the_command_and_end_their_child(monkeypatch, capsys):
-    """The wrong value, the crash and the failed launch cost their own lines; right kernels beside them pass."""
     started, popen = [], runner.subprocess.Popen
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests' / 'support'}")
     monkeypatch.setattr(runner.subprocess, "Popen", lambda *args, **how: started.append(args) or popen(*args, **how))

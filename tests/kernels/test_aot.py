@@ -254,7 +254,6 @@ def test_the_epilogue_of_the_head_is_short():
 
 @pytest.mark.parametrize("module", [head_kernels, logits_kernels], ids=lambda module: module.__name__)
 def test_the_number_of_rows_asks_for_no_compilation(module):
-    """Whether it is 1 or a multiple of 16, and where a slice of a vector over rows begins: one binary serves all."""
     matrices = {"h_ptr", "w_ptr", "e_ptr", "z_ptr", "d_ptr"}
     fresh = {"out_ptr", "stats_ptr", "factor_ptr", "tiles_ptr", "bias_ptr", "max_ptr"}  # and what V and D fix
     kernels = [kernel for name, kernel in vars(module).items() if name.endswith("_kernel")]

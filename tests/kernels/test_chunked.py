@@ -122,7 +122,6 @@ def test_a_gpu_multiplies_16_bit_operands_and_casts_no_weight(monkeypatch, softc
 
 
 def test_dw_over_64_chunks_as_good_as_over_one(monkeypatch):
-    """A sum over chunks that is rounded to bf16 after each would lose small addends."""
     case = make_case((256, 256), 64, 16, torch.bfloat16, masked=0.0)
     *_, exact = truth(case, dtype=torch.float64)
     _, one = run(case, linear_grpo_loss)

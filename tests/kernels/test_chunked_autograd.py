@@ -14,7 +14,6 @@ from fastgrpo import grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_lo
 
 @CHUNKS
 def test_backward_twice_and_gradients_that_accumulate(monkeypatch, chunk):
-    """retain_graph: the second backward gives the same gradient again; without it, an error."""
     set_chunk(monkeypatch, chunk)
     case = float32_case(bias=True)
     _, once = run(case, linear_grpo_loss)

@@ -61,7 +61,6 @@ def test_memory_is_a_chunk_beside_one_gradient(monkeypatch, inplace, entropy_coe
 
 
 def test_accepts_logits_of_minus_infinity():
-    """A vocabulary entry that is ruled out: probability 0, gradient 0, no NaN, in the entropy bonus either."""
     logits, rest = problem()
     logits[..., 3] = -torch.inf
     rest["targets"][rest["targets"] == 3] = 4

@@ -68,7 +68,6 @@ def test_the_losses_of_logits_and_of_log_probs_equal_that_of_the_head(monkeypatc
 
 @pytest.mark.parametrize("name", ["gspo", "vespo", "luspo-k3", "dapo-sequence_truncate", "vespo-token_mask"])
 def test_tokens_without_advantage_or_weight_still_move_their_sequence(name):
-    """Advantages per token, a third of them 0, and tokens of weight 0: their sequence's factor must not lose them."""
     case, knobs = batch(name), EVERY[name]
     case = replace(case, advantages=case.advantages[:, None] * (torch.arange(7) % 3 > 0))
     loss, _, _, gradients = truth(case, **knobs)

@@ -51,7 +51,6 @@ def truth(case, ref, softcap=None, **knobs):
 @pytest.mark.parametrize("chunk", [None, 4, 8])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_beside_every_part_of_the_loss(monkeypatch, name, chunk):
-    """Old log-probs, sequence-level ratios over several chunks, an entropy bonus, rows; masked-out states are NaN."""
     set_chunk(monkeypatch, chunk)
     case, ref = make(bias=True, per_token_temperature=True)
     loss, kl, expected = truth(case, ref, softcap=3.0, **VARIANTS[name])
@@ -167,7 +166,6 @@ def test_value_and_gradient_are_those_of_torch():
 
 
 def test_accepts_tokens_with_no_probability_under_the_reference():
-    """Its probability underflows in fp32, its logarithm does not."""
     kl, dz = ours(torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 500.0]]), torch.ones(1))
     assert kl.item() == pytest.approx(250 - math.log(2))
     assert dz[0].tolist() == pytest.approx([125, -125])

@@ -164,7 +164,6 @@ def test_copies_to_a_gpu_go_through_pinned_memory_and_others_do_not(monkeypatch,
 
 @pytest.mark.gpu
 def test_the_pinned_block_lives_until_it_is_copied():
-    """The stream is busy while the host gives out block after block of the same size."""
     busy = torch.randn(8192, 8192, device="cuda")
     for _ in range(10):
         busy = busy @ busy

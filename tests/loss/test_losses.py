@@ -112,7 +112,6 @@ def test_log_probs_and_weights_of_masked_rows_are_not_read():
 
 @pytest.mark.parametrize("why", ["weight", "advantage"])
 def test_rows_of_no_weight_or_no_advantage_are_not_read(why):
-    """They still count in the normalizer."""
     case = make_case(masked=0.0)
     drop = torch.arange(16) % 3 == 0
     spoilt = {"hidden": case.hidden.clone(), "targets": case.targets.masked_fill(drop, -100)}
@@ -129,7 +128,6 @@ def test_rows_of_no_weight_or_no_advantage_are_not_read(why):
 
 @pytest.mark.parametrize("name", ["hidden", "old_logps", "ref_logps"])
 def test_nan_in_an_active_row_makes_the_loss_nan(name):
-    """A trainer skips such an update, and may go on."""
     case = make_case(masked=0.0)
     spoilt = getattr(case, name).clone()
     spoilt[3] = math.nan

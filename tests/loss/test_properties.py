@@ -72,7 +72,6 @@ def test_padded_equals_packed(batch, rows, fill):
 @settings(max_examples=150)
 @given(batches(), st.sampled_from([1, 4, 100]), st.data())
 def test_any_selection_of_rows_equals_the_reference_over_these_rows(batch, chunk, data):
-    """An objective that reads whole sequences gets all tokens of some of them, the others any tokens."""
     case, knobs = batch
     objective, starts = Objective(**knobs), case.cu_seqlens
     sequences = torch.arange(len(starts) - 1).repeat_interleave(starts.diff())
@@ -101,7 +100,6 @@ def test_any_selection_of_rows_equals_the_reference_over_these_rows(batch, chunk
 @settings(max_examples=100)
 @given(batches(), st.sampled_from([1, 4, 100]), st.data())
 def test_any_split_into_micro_batches_sums_to_the_whole(batch, chunk, data):
-    """With the weights of the whole batch, and by `num_items_in_batch` where the loss type divides by it."""
     case, knobs = batch
     objective, starts = Objective(**knobs), case.cu_seqlens
     cuts = data.draw(st.sets(st.integers(1, len(starts) - 1)))

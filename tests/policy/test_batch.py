@@ -44,7 +44,6 @@ def tokens_seen(batch):
 
 @given(groups(), st.booleans(), st.randoms(use_true_random=False))
 def test_each_drawn_token_is_predicted_by_the_state_of_its_prefix(groups, share_prompt, random):
-    """The tokens of tool answers are seen, and not predicted."""
     samples = flat(groups)
     masks = [[1, *(random.randint(0, 1) for _ in sample.ids[1:])] for sample in samples]
     samples = [replace(s, tool_mask=None if all(mask) else mask) for s, mask in zip(samples, masks, strict=True)]

@@ -119,7 +119,6 @@ def test_gpt2_does_not_look_for_its_padding():
 
 
 def test_the_text_layers_of_a_model_for_images_are_served():
-    """Its config holds the text model's, and has no padding token of its own."""
     image = SiglipVisionConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
     )

@@ -100,7 +100,6 @@ def special_model(name, **how):
 @torch.no_grad()
 @pytest.mark.parametrize("name, knob", [("soft cap", "attn_logit_softcapping"), ("window", "sliding_window")])
 def test_the_models_own_attention_has_its_cap_and_its_window(name, knob):
-    """transformers' SDPA would leave the cap out."""
     ids, model = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13]]), special_model(name, own_attention=True).module
     before = model.base_model(ids, use_cache=False).last_hidden_state
     for owner in [*model.modules(), *(module.config for module in model.modules() if hasattr(module, "config"))]:

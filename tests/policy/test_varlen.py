@@ -163,7 +163,6 @@ def test_the_choice_on_cuda():
 
 
 def test_the_built_in_flash_attention_takes_these_arguments():
-    """On meta tensors: PyTorch's own schema and shapes, no kernel."""
     queries, keys = [3, 5], [2, 9]
     query, key, value = (tensor.detach() for tensor in inputs(8, 4, 2, 16, 11, torch.bfloat16, "meta"))
     segments = Segments(queries, keys, "meta", causal=False)

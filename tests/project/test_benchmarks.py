@@ -96,7 +96,6 @@ def results_on_disk():
 
 @pytest.mark.slow
 def test_every_benchmark_runs_small_and_writes_nothing(tmp_path):
-    """They compare the gradients of their variants themselves."""
     before, path = results_on_disk(), tmp_path / "report.json"
     told = ran("pytest", "benchmarks", "--benchmark-only", "-p", "no:cacheprovider", f"--benchmark-json={path}")
     assert results_on_disk() == before

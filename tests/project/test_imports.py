@@ -103,7 +103,6 @@ def test_has_no_import_cycles():
 
 
 def test_the_loss_loads_neither_transformers_nor_datasets_and_commands_no_models():
-    """Which take seconds: --help, a misspelt flag, a report, and a check of given completions need none."""
     code = """
 import sys
 import fastgrpo

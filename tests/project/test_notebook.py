@@ -42,7 +42,6 @@ def test_the_committed_notebook_has_the_outputs_of_a_whole_run():
 
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path, monkeypatch):
-    """In a kernel of its own, in an empty folder."""
     import nbclient
     import nbformat
 

@@ -149,7 +149,6 @@ def test_adapters_of_a_sharded_base_are_added_up_as_ddp_does(counts):
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_hold_twice_what_is_planned_for_one(counts, case):
-    """A plan rounds a rank's share up."""
     for name, held in counts[case]["held"].items():
         assert 0 <= 2 * counts[case]["planned"][name] - held <= 1, name
 

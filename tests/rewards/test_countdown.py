@@ -92,7 +92,6 @@ def test_rewards():
 
 
 def test_a_row_without_whole_numbers_is_refused():
-    """Otherwise such a row would silently have no reward for ever, or a reward for an answer without a value."""
     for column, values in (("target", (None, "24", 2.5, True)), ("nums", (5, "2 3", None, ["2", "3"], [2, True]))):
         for value in values:
             with pytest.raises(ValueError, match=f"column {column} must"):

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from fastgrpo.rewards import guard
 from fastgrpo.rewards.guard import Failure, attempt, awaited, modes_kept
 from fastgrpo.rewards.values import Logs
 
@@ -113,3 +114,11 @@ def test_objects_of_an_event_loop_work_in_later_calls():
     assert awaited([judged()]) == asyncio.run(notebook(judged)) == [first]
     with ThreadPoolExecutor(1) as thread:  # a loop cannot serve two threads at once
         assert thread.submit(lambda: awaited([loop_of_the_call()])).result() != [first]
+
+
+@pytest.mark.parametrize("quota, count", [("max 100000", 8), ("250000 100000", 3), ("", 8)])
+def test_cores_are_at_most_the_quota_of_the_container(monkeypatch, tmp_path, quota, count):
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(guard, "CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(guard.os, "sched_getaffinity", lambda _: range(8))
+    assert guard.cores() == count

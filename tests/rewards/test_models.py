@@ -250,7 +250,6 @@ def test_steps_are_logged_in_tokens_of_the_policy():
 
 
 def test_steps_of_a_dialogue_end_after_its_calls_and_answers():
-    """A thought repeats a step, and the tool's answer is none."""
     judge, logged = ProcessRewardModel(labelled(), tiny.tokenizer()), []
     judge.policy_tokenizer, last = tiny.tokenizer(), "it is 7\n\nyes"
     ids = [*ids_of(start := "it is 7\n\nadd.<tool_call>...</tool_call>\ntool: 7\n"), *ids_of(last)]

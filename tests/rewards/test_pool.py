@@ -71,7 +71,6 @@ def test_a_failure_is_that_of_one_completion_and_names_it():
 
 
 def test_what_takes_too_long_is_given_up_with_all_that_it_started(tmp_path, monkeypatch):
-    """Plain functions and async ones, whose calls run together; no other call is lost."""
     monkeypatch.setattr(pools, "GRACE", 0.5)
     functions = [getattr(pool_rewards, name) for name in ("endless", "meeting", "blocks", "verdicts", "own_timeout")]
     file = tmp_path / "children"

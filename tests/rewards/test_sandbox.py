@@ -9,6 +9,7 @@ import threading
 
 import pytest
 from jails import PATIENT, fenced, judge, needs_namespaces
+from runs import make_trainer
 from samples import answer
 
 from fastgrpo.data.records import Prompt
@@ -165,7 +166,6 @@ class TestRuns:
         small.close()
 
     def test_the_limit_of_a_completion_is_that_of_all_its_tests(self):
-        """And a sandbox that was closed opens again."""
         made, endless = Sandbox(limits=PATIENT), {"input": "", "output": "1"}
         made.close()
         made.close()
@@ -176,7 +176,7 @@ class TestRuns:
         assert judge(made, "while True: pass", *[endless] * 200) == (["timeout"] * 200, 0.0)  # not one after another
         made.close()
 
-    def test_works_in_the_trainers_rewards(self, sandbox):
+    def test_works_in_the_trainers_rewards(self, sandbox, tmp_path):
         assert Sandbox.pooled is False
         rewards = Rewards([sandbox, find_reward("sandbox:python-all")])
         assert rewards.names == ["sandbox_python", "sandbox_python_all"]
@@ -188,5 +188,8 @@ class TestRuns:
         with pytest.raises(ValueError, match="the row of the prompt 'row 2': a test in the column tests"):
             rewards([answer(row, [1], fenced("print(1)")) for row in rows])
         rewards.functions[1].close()
+        given = [{"prompt": f"row {i}", "tests": tests} for i, tests in enumerate((good, bad))]
+        with pytest.raises(ValueError, match="row 1: a test in the column tests"):
+            make_trainer(tmp_path, sandbox, given[:1], given).train()
         with pytest.raises(ValueError, match="sandbox:perl"):
             find_reward("sandbox:perl")

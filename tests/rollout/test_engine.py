@@ -169,7 +169,6 @@ def test_returns_log_probs_of_the_policy_and_of_the_filtered_sampler(backend, fi
 
 
 def test_ignores_the_models_generation_settings(backend):
-    """Under a penalty or a filter that nobody asked for, draws and log-probs would not be the policy's."""
     plain, model = tiny.model(), tiny.model()
     own = {"repetition_penalty": 1.9, "typical_p": 0.3, "min_p": 0.2, "no_repeat_ngram_size": 1, "eos_token_id": 5}
     for name, value in own.items():

@@ -34,7 +34,6 @@ def shared(policy):
 
 
 def test_joined_weights_stay_ordinary_parameters(tmp_path):
-    """They are trained, saved, loaded, copied and moved like others, and joined again where they have come apart."""
     policy = Policy.of(tiny.model("qwen2"))
     plain = Policy.of(copy.deepcopy(policy.module))
     trained = [(each, MasterAdamW(each.module, learning_rate=0.01)) for each in (policy, plain)]
@@ -174,7 +173,6 @@ def test_the_head_of_a_bf16_policy_multiplies_in_fp32():
 
 @needs_packing
 def test_a_rollout_packs_the_weights_as_they_are_and_frees_them():
-    """Whoever calls the model meanwhile gets torch's own products, with gradients."""
     model = tiny.model("llama")
     engine = RolloutEngine(model)
     for _ in range(2):

@@ -112,7 +112,6 @@ def test_answers_follow_their_turns_and_only_drawn_tokens_have_log_probs(monkeyp
 
 
 def test_while_tools_are_running_others_decode(monkeypatch):
-    """Two places, four completions: the place of a completion that waits serves another."""
     sampling = SamplingParams(max_tokens=LIMIT, stop_token_ids=STOPS, seed=3)
     engine = RolloutEngine(model_of("llama"), max_num_seqs=2)
     scripts = [[Scripted([[1, 2]], delay=10**9)] for _ in range(2)] + [[Scripted([])] for _ in range(2)]

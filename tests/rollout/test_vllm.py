@@ -322,7 +322,6 @@ def test_new_weights_wait_for_a_server_that_is_revived(serve, staleness_policy):
 
 
 def test_tokens_after_a_load_that_fails_are_drawn_again(serve):
-    """The server has the new weights under the old name."""
     (server,), model, failed = serve(), tiny.model("smollm3-like"), threading.Event()
     backend, answer = backend_of([server], model, staleness_policy="continue"), server.answer
 

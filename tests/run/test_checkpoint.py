@@ -106,7 +106,6 @@ def test_what_a_run_needs_must_be_listed(tmp_path, names, lacking):
     "limit, best, kept", [(2, None, [3, 4]), (2, 1, [1, 4]), (1, 2, [2, 4]), (1, 4, [4]), (9, 1, [1, 2, 3, 4])]
 )
 def test_the_newest_and_the_best_are_kept(tmp_path, limit, best, kept):
-    """A link is removed and not what it points to, and what no run made neither counts nor goes."""
     run, elsewhere = claim_output_dir(str(tmp_path / "run"), "t"), tmp_path / "elsewhere"
     elsewhere.mkdir()
     for step in (1, 2, 3, 4):
@@ -320,7 +319,6 @@ def test_other_rows_have_another_digest(other):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_bit_of_one_weight_changes_the_digest(dtype):
-    """In a whole block or in the rest, whether the bit is low or high."""
     weights = {"a": (torch.randn(3, 3000) * 50).to(dtype), "b": torch.ones((), dtype=dtype)}
     first = digest_of_weights(weights)
     assert first == digest_of_weights({name: weight.clone() for name, weight in weights.items()})

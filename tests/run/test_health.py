@@ -113,6 +113,16 @@ def test_skipping_an_update_causes_no_sync():
     assert torch.stack(norms).isfinite().tolist() == [True, False, True]
 
 
+def test_warnings_of_an_evaluation_are_kept(tmp_path):
+    def broken(completions, **_):
+        raise OSError
+
+    settings = {"max_steps": 1, "eval_rows": PROMPTS[:2], "reward_errors": "skip"}
+    make_trainer(tmp_path, [rising, broken], **settings).train()
+    texts = [(row["step"], row["text"]) for row in lines(tmp_path / "run", "warnings.jsonl")]
+    assert [step for step, text in texts if "'broken' failed on 2 of 2 held-out completions" in text] == [0, 1]
+
+
 def test_the_step_that_ends_a_run_is_logged(tmp_path):
     trainer = make_trainer(tmp_path, rising, PROMPTS[:2], prompts_per_step=2, max_steps=4, loss_type="grpo")
     loss, trainer.watch.skipped = trainer.updates.loss, 9

@@ -108,7 +108,6 @@ def test_what_is_copied_is_not_freed_before(device):
 
 
 def test_memory_is_pinned_once_and_lent_only_when_it_is_free(device):
-    """Two sets of copies that are in use at a time share nothing."""
     copies = HostCopies()
 
     def take(*values):

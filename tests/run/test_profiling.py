@@ -53,7 +53,6 @@ def test_mfu_measures_the_update(clock):
 
 
 def test_flops_equal_torchs_count():
-    """All but attention's and the rotary embedding's own; without gradients of weights two thirds."""
     model, counter = tiny.model("llama"), FlopCounterMode(display=False)
     with counter:
         model(torch.randint(2, 64, (1, 10))).logits.sum().backward()

@@ -191,7 +191,6 @@ def all_ranks(top):
 
 
 def test_a_failure_on_one_rank_fails_all_ranks(ranks):
-    """In the thread that writes. An error that all have is said once, and a mistake keeps its traceback."""
     for rank, lines in enumerate(ranks[1]):
         (parts,) = [line["parts"] for line in lines if "parts" in line]
         first = f"ValueError: rank 1: no, from {'ValueError' if rank == 1 else 'NoneType'}"
@@ -201,7 +200,6 @@ def test_a_failure_on_one_rank_fails_all_ranks(ranks):
 
 
 def test_any_number_of_ranks_reads_what_any_other_wrote(ranks):
-    """To the last bit; with a warning where the ranks are others; further ranks seed their generators."""
     found = {}
     for rank, line in [(rank, line) for rank, lines in enumerate(ranks[1]) for line in lines if "read" in line]:
         found[rank, line["by"], line["read"].removesuffix("/checkpoint-3")] = line

@@ -138,7 +138,6 @@ def test_a_signal_stops_the_runs(make, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_run_ends_when_its_sweep_is_killed(make, tmp_path):
-    """Its folder is then free, so that the sweep can be continued."""
     process = multiprocessing.get_context("fork").Process(target=make, args=({name: "wait" for name in RUNS},))
     process.start()
     run = tmp_path / "sweep" / RUNS[0]

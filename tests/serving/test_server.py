@@ -211,7 +211,6 @@ def test_tool_calls_are_parsed(server, post, stream, monkeypatch):
 
 
 def test_many_clients_share_the_engine(server):
-    """More than there are lanes, with sampling parameters of three kinds, of which each waits for the others."""
     kinds = [{"temperature": 0}, {"temperature": 0.7}, {"top_p": 0.5}]
     bodies = [{"prompt": f"{i}", "max_tokens": 2 + i % 9, "ignore_eos": True, **kinds[i // 4 % 3]} for i in range(40)]
 
@@ -225,7 +224,6 @@ def test_many_clients_share_the_engine(server):
 
 @pytest.mark.parametrize("how", ["stream", "answer", "waiting", "stopped"])
 def test_a_client_that_leaves_frees_its_lanes(server, how):
-    """`free` waits for the lanes; those that others need come back at once."""
     holder = socket.create_connection(server.client.base_url.netloc.decode().split(":"))
     if how == "waiting":  # behind a request with other sampling parameters
         send(holder, "/v1/completions", LONG)

@@ -95,7 +95,6 @@ def test_a_dialogue_goes_on_until_a_turn_without_calls():
 
 
 def test_answers_keep_the_order_of_the_calls():
-    """Methods of the environment run one after another; async functions run together."""
     dialogue = begin()
     calls = ["<meet {}>", '<see {"x": 1}>', '<nap {"x": 0.1}>', "<meet {}>", '<nap {"x": 0}>']
     assert turn(dialogue, "".join(calls)) == Turn(ids("[met][1][1][met][2]"))

@@ -95,7 +95,6 @@ def run(greedy, draws, reward=correctness, **errors):
 
 
 def test_equal_shares_for_every_problem_have_an_interval():
-    """Resamples of equal values are equal: no problem solved in 3 is no proof that none ever will be."""
     result = run(["7"] * 3, ["7"] * 12, [correctness, format_reward])
     for name in ("accuracy", "pass@1", "pass@4", "maj@4", "format_rate", "sampled/format_rate"):
         assert result.intervals[f"eval/{name}"] == wilson(0, 3), name

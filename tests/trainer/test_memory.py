@@ -145,7 +145,6 @@ def test_offloaded_activations_change_no_bit_of_the_gradient(monkeypatch):
 
 @pytest.mark.parametrize("kl, softcap, chunks", [("full", None, 3), ("full", 30.0, 4), ("k3", 30.0, 2)])
 def test_the_head_holds_chunks_of_logits(saved, planned, kl, softcap, chunks):
-    """On a CPU in fp32, whatever the dtype; on a GPU 16-bit exponentials."""
     model = outline(saved)
     model.config.final_logit_softcapping = softcap
     held = tiny_plan(model, torch.bfloat16, beta=0.1, kl=kl, use_peft=True, max_tokens_per_microbatch=100)
@@ -154,7 +153,6 @@ def test_the_head_holds_chunks_of_logits(saved, planned, kl, softcap, chunks):
 
 
 def test_peaks_at_different_times_are_not_added(planned):
-    """The logits of a decode step are gone when the update begins, and the head's chunk when the layers go backward."""
     names = ("logits of a decode step", "head", "head's gradient", "activations", "head's inputs",
              "one layer's backward")  # fmt: skip
     for name, tied in (("0.5B", True), ("7B", False)):

@@ -46,7 +46,6 @@ def case(tmp_path, saved, monkeypatch):
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line[:60])
 def test_rejects_a_wrong_command_line(line, case, capfd):
-    """Nothing may start: no warm start of the built-in example, no run of a sweep, no folder."""
     case.patch("fastgrpo.train._make_policy", lambda *_: pytest.fail("the warm start began"))
     case.patch("fastgrpo.run.sweep.COMMAND", ("no such command",))
     command, *argv = line.format(**vars(case)).split(" ")
@@ -128,7 +127,6 @@ ROWS = {
 
 @pytest.mark.parametrize("row, command", [*((row, "train") for row in ROWS), ('{"question": "b"}', "evaluate")])
 def test_rejects_a_wrong_row(row, command, case, capfd):
-    """Found before the first step, by its file and line."""
     case.write('{"prompt": "ab"}', "", row)
     case.patch("fastgrpo.trainer.GRPOTrainer.step", lambda self: pytest.fail("the first step began"))
     argv = case.argv() if command == "train" else [str(case.model), *RUN.format(**vars(case)).split()]

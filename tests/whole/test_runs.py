@@ -23,7 +23,6 @@ def test_the_built_in_example_learns(tmp_path):
 
 
 def test_shuffled_rewards_teach_nothing(tmp_path):
-    """The control: the same rewards, dealt to other completions at random, must not raise the accuracy."""
     rng = random.Random(0)
 
     def correctness(prompts, completions, answer, **columns):

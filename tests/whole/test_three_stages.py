@@ -46,7 +46,6 @@ def test_grpo_gains_and_distillation_keeps_the_gain(run_stages):
 
 @pytest.mark.slow
 def test_a_pretrained_model_goes_through_the_stages(run_stages):
-    """SmolLM2, which learns from its own right sums."""
     evaluations, rows = run_stages(EXAMPLES / "stages_smollm2.sh")
     base, last = evaluations["sft"][0], evaluations["distilled"][-1]
     assert last["eval/accuracy"] >= base["eval/accuracy"] + 0.1
