@@ -63,7 +63,7 @@ complete -p fastgrpo-train
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the script is for bash")
-def test_bash_completes_flags(capsys, tmp_path):
+def test_bash_completes_flags(capsys, tmp_path):  # docs/commands.md shows how
     with pytest.raises(SystemExit):
         train.main(["--tyro-print-completion", "bash"])
     (tmp_path / "script").write_text(capsys.readouterr().out + COMPLETED)
