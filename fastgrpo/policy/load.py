@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ def read_config(path: str | Path, trust_remote_code: bool = False, local_files_o
                 check_folder(base)
             except ValueError as error:
                 raise ValueError(
-                    f"{path} holds adapters, and their base model is not there: {error}; copy it there, or correct "
+                    f"{path} holds adapters, and their base model cannot be used: {error}; correct "
                     "base_model_name_or_path in adapter_config.json"
                 ) from None
         path = base or path  # a folder with adapters only uses the config of their base
@@ -389,36 +389,45 @@ def _check_generation_config(model):
 
 
 def refuse_changed(model: PreTrainedModel) -> None:
-    """Raise if the shape or the first row of a weight differs from the files that a model was loaded from.
+    """Raise if a model has other embeddings, or other first rows of weights, than the files it was loaded from.
 
     Checkpoints with LoRA hold only adapters and the name of the base model, so a change in memory would be lost.
     """
+    name, count = model.name_or_path, len(model.get_input_embeddings().weight)
+    if not name or (name.startswith((".", "/", "~")) and not Path(name).exists()):  # made in memory, or moved since
+        return
+    rows = read_json(name, "config.json", local_files_only=True).get("vocab_size", count)
+    changed = {f"it has {count} embeddings instead of {rows}": rows != count}
     weights = base_weights(model)
-    for file in _weight_files(model.name_or_path):
+    for file in _weight_files(name):
         with safe_open(file, "pt") as held:
-            for name in weights.keys() & held.keys():
-                part, value = held.get_slice(name), weights[name]
-                if not value.is_floating_point():  # quantized to 4 bits
-                    continue
-                row, dtypes = value[:1].cpu(), (value.dtype, torch.bfloat16, torch.float16)  # it may have been cast
-                if part.get_shape() == list(value.shape) and any(
-                    torch.equal(part[:1].to(dtype).to(value.dtype), row) for dtype in dtypes
-                ):
-                    continue
-                raise ValueError(
-                    f"the model was changed after it was loaded: {name} differs from {model.name_or_path}, and "
-                    "checkpoints with LoRA contain only the adapters; save the model and its tokenizer to a folder, "
-                    "and pass the folder"
-                )
+            for key in weights.keys() & held.keys():
+                changed[f"{key} differs"] = _differs(held.get_slice(key), weights[key])
+    if problem := next((what for what, found in sorted(changed.items()) if found), None):
+        raise ValueError(
+            f"the model was changed after it was loaded from {name} ({problem}), and checkpoints with LoRA contain "
+            "only the adapters; save the model and its tokenizer to a folder, and pass the folder"
+        )
+
+
+def _differs(stored, value):
+    """Return whether the first row of a weight differs from its file, unless transformers or a cast converted it."""
+    if stored.get_shape() != list(value.shape) or not stored.get_shape() or not value.is_floating_point():
+        return False
+    row, dtypes = stored[:1], (value.dtype, torch.bfloat16, torch.float16)
+    same = any(torch.equal(row.to(dtype).to(value.dtype), value[:1].cpu()) for dtype in dtypes)
+    return row.dtype.itemsize > 1 and not same
 
 
 def _weight_files(path):
     """Return the safetensors files of a model in a folder or in the hub's cache."""
-    with suppress(OSError):  # the folder has moved
-        for name in ("model.safetensors", "model.safetensors.index.json"):
-            if path and (found := _find(path, name, local_files_only=True)):
-                return sorted(Path(found).parent.glob("model*.safetensors"))
-    return []
+    if find_gguf(path) is not None:
+        return []
+    if whole := _find(path, "model.safetensors", local_files_only=True):
+        return [whole]
+    shards = read_json(path, "model.safetensors.index.json", local_files_only=True).get("weight_map", {})
+    found = [_find(path, name, local_files_only=True) for name in sorted({*shards.values()})]
+    return [file for file in found if file is not None]
 
 
 def read_weights(policy: Policy, path: Path) -> dict[str, torch.Tensor]:

@@ -580,6 +580,7 @@ class GRPOTrainer:
         # With batches ahead, the time of the rollout is only a wait.
         drawing = 0.0 if getattr(self.args, "max_staleness", 0) else values["time/rollout"]
         values |= rates(drawn, drawing, time.perf_counter() - started)
+        self._warn(values)
         self.profiler.step(values, left=self.state.max_steps - self.state.global_step)
         return values
 
@@ -608,7 +609,7 @@ class GRPOTrainer:
             self.engine.sleep()
 
     def report(self, samples: Sequence[Sample], values: dict[str, float]) -> dict[str, float]:
-        """End the step: log samples and warnings, and return the metrics of the step by name."""
+        """End the step: log samples, and return the metrics of the step by name."""
         state, step = self.state, self.state.global_step + 1
         if "accuracy" in values:
             values |= self.source.metrics()
@@ -619,10 +620,14 @@ class GRPOTrainer:
         if self._logged:
             self._log_samples(step, samples)
         state.global_step = step
-        values |= self.timer.stop() | {"num_tokens": state.num_tokens, "epoch": state.epoch}
+        return values | self.timer.stop() | {"num_tokens": state.num_tokens, "epoch": state.epoch}
+
+    def _warn(self, values):
+        """Log new warnings about a step. If it ends the run, log the step too."""
+        step = self.state.global_step
         try:
             warnings = self.watch.observe(values)
-        except ValueError:  # the run ends, and its last step is logged too
+        except ValueError:
             self.log.step(step, values)
             raise
         for warning in warnings:
@@ -630,7 +635,6 @@ class GRPOTrainer:
                 self.log.warn(step, warning)
             else:  # a note, such as that a loss near 0 is expected
                 self.log.say(f"step {step}: {warning}")
-        return values
 
     @property
     def _logged(self):  # whether the current step writes a line of metrics.jsonl

@@ -21,6 +21,12 @@ from fastgrpo.run.metrics import Summary, last_training, mean_loss
 from fastgrpo.run.profiling import peak_gib
 from fastgrpo.run.snapshot import HostCopies
 
+# Files that an upload of adapters, of a whole model, or of fewer shards would otherwise leave in the repository.
+STALE = [
+    "model*.safetensors", "model.safetensors.index.json", "adapter_model*.safetensors", "adapter_config.json",
+    "config.json",
+]  # fmt: skip
+
 
 def card_of(trainer: Any, adapters: bool) -> str:
     """Write the model card of saved adapters or of a whole model."""
@@ -123,13 +129,14 @@ def push_to_hub(
             api.create_branch(repo, branch=revision, exist_ok=True)
         return api.upload_folder(
             folder_path=folder, repo_id=repo, commit_message=commit_message, revision=revision,
-            delete_patterns=["*.safetensors*", "*config.json"],  # of an earlier upload with other files
+            delete_patterns=STALE,
         )  # fmt: skip
 
 
 def repository_name(folder: str) -> str:
     """Turn the name of a folder into a name that the hub allows."""
-    return re.sub(r"[^A-Za-z0-9_.]+", "-", folder).strip("-.")[:96]
+    words = re.sub(r"\.{2,}", ".", re.sub(r"[^A-Za-z0-9_.]+", "-", folder))[:90].removesuffix(".git")
+    return words.strip("-.") or "model"
 
 
 def log_metrics(trainer: Any, split: str, metrics: Mapping[str, Any]) -> None:

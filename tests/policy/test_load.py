@@ -88,7 +88,7 @@ def test_configs_are_read_also_those_of_adapters_base(folder, tmp_path_factory, 
     assert read_config(base).num_hidden_layers == read_config(adapters).num_hidden_layers == 2
     assert load.read_json(base, "generation_config.json") == {}  # there is none
     base.rename(adapters / "moved")
-    with pytest.raises(ValueError, match=r"base model is not there: no such model folder: .*; copy it"):
+    with pytest.raises(ValueError, match=r"base model cannot be used: no such model folder: .*; correct"):
         read_config(adapters)
 
 

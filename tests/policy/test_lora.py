@@ -17,7 +17,7 @@ from fastgrpo.rollout.sampling import SamplingParams
 peft = pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
 
 from fastgrpo.policy import lora  # noqa: E402
-from fastgrpo.policy.load import load_model  # noqa: E402
+from fastgrpo.policy.load import load_model, refuse_changed  # noqa: E402
 from fastgrpo.policy.lora import add_lora, base_weights, has_adapters, lora_settings, merged, unwrapped  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -146,6 +146,7 @@ def test_rejects_files_with_adapters_that_are_not_in_fastgrpo(tmp_path, options)
 def test_rejects_a_model_that_was_changed_in_memory(tmp_path, change):
     tiny.model(vocab_size=258).save_pretrained(tmp_path / "base")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16).float()
+    refuse_changed(model)
     change(model)
     args = GRPOConfig(output_dir=str(tmp_path / "run"), max_steps=1, device="cpu", use_peft=True)
     with pytest.raises(ValueError, match="changed after it was loaded"):
