@@ -192,6 +192,9 @@ class SFTConfig(
     train_file: str | None = None
     """Train on the rows of this .jsonl file, with `prompt` and `completion` or with `messages`; system_prompt does not
     change them. None uses the training rows of the task. Evaluations always use the held-out rows of the task."""
+    eos_token: str | None = None
+    """End completions with this token, such as <|im_end|> if the chat template ends turns with it, and save it as the
+    tokenizer's end token. None uses the tokenizer's."""
 
     @property
     def rows_per_step(self) -> int:

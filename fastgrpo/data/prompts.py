@@ -2,11 +2,13 @@
 
 A row has a `prompt` (a string, or a list of messages) and any columns that the rewards need. A row for supervised
 training also has a `completion` of the same type, or only `messages`: a conversation. Each assistant message of it is
-an example, with all earlier messages as the prompt. A completion is tokenized separately from its prompt, and ends with
-a stop token.
+an example, with all earlier messages as the prompt. A completion is tokenized together with its prompt if the tokens of
+the prompt stay the same, otherwise separately. It ends with a stop token.
 """
 
+import contextlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from reprlib import repr as brief
@@ -95,8 +97,9 @@ def _tokenized(prompt, tokenizer, template_kwargs):
         raise ValueError("the prompt is a list of messages, but the tokenizer has no chat template; use plain strings")
     try:
         if conversational:
+            messages = for_template(prompt)
             encoded = tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **(template_kwargs or {})
+                messages, add_generation_prompt=True, tokenize=True, return_dict=True, **(template_kwargs or {})
             )
         else:
             encoded = tokenizer(prompt)
@@ -109,6 +112,31 @@ def _tokenized(prompt, tokenizer, template_kwargs):
                 remedy = "if the template has no system role, remove the system prompt"
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ValueError(f"the {part} fails on the prompt {shortened(prompt)}: {reason}; {remedy}") from error
+
+
+def for_template(messages: list[dict]) -> list[dict]:
+    """Parse arguments of tool calls that are JSON text, as in OpenAI's format: templates expect dicts.
+
+    Arguments that are None are dropped, since datasets.Dataset adds them for the arguments of other calls.
+    """
+    return [{**m, "tool_calls": [_call(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m
+            for m in messages]  # fmt: skip
+
+
+def _call(call):
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _call(call["function"])}
+    arguments = call.get("arguments")
+    with contextlib.suppress(ValueError):  # other text stays as it is
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return {**call, "arguments": without_none(arguments)} if isinstance(arguments, dict) else call
+
+
+def without_none(value: Any) -> Any:
+    """Drop the keys of dicts, at any depth, whose value is None."""
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def _check_columns(columns):
@@ -195,7 +223,8 @@ def to_examples(
     tools, own = (_parsed(row, name) for name in ("tools", "chat_template_kwargs"))
     if not isinstance(own or {}, Mapping):
         raise ValueError(f"chat_template_kwargs must be a dict, got {brief(own)}")
-    kwargs = {**(template_kwargs or {}), **({"tools": tools} if tools else {}), **(own or {})}
+    tools = {"tools": without_none(tools)} if tools else {}
+    kwargs = {**(template_kwargs or {}), **tools, **(own or {})}
     return [_example(prompt, completion, tokenizer, stops, kwargs) for prompt, completion in turns]
 
 
@@ -246,13 +275,16 @@ def _example(prompt, completion, tokenizer, stops, template_kwargs):
     if not ids:
         raise ValueError("the prompt is empty; the first token of the completion needs a token before it")
     plain = isinstance(completion, str)
-    text = completion if plain else _answer(prompt, completion, tokenizer, template_kwargs or {})
+    before, text = (prompt, completion) if plain else _answer(prompt, completion, tokenizer, template_kwargs or {})
     if not text:
         raise ValueError("the completion is empty; remove the row")
     check_text(text, "the completion")
-    learned = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    stops = [*stops] or [tokenizer.eos_token_id]
-    ends = [] if plain else [i for i, token in enumerate(learned) if token in stops]
+    whole = list(tokenizer(before + text, add_special_tokens=plain)["input_ids"])
+    # Some tokenizers put a space before a text, which the completion must not get in the middle of a conversation.
+    joined = whole[: len(ids)] == ids
+    learned = whole[len(ids) :] if joined else list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    stops, last = [*stops] or [tokenizer.eos_token_id], len(learned) - 1
+    ends = [i for i, token in enumerate(learned) if token in stops and (i == last or not plain)]
     if ends:
         return Sample(ids, learned[: ends[-1] + 1], advantage=1.0)  # templates add a line break after the stop token
     end = stops[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
@@ -260,14 +292,15 @@ def _example(prompt, completion, tokenizer, stops, template_kwargs):
 
 
 def _answer(before, message, tokenizer, template_kwargs):
-    """Return the text of an assistant message that the chat template adds to a conversation."""
+    """Return the text of a conversation, and the text that the chat template adds for an assistant message."""
     if not isinstance(message, dict) or message.get("role") != "assistant":
         raise ValueError(f"the completion must be a message with the role assistant, got {brief(message)}")
     to_prompt({"prompt": [*before, message]}, tokenizer, template_kwargs)  # validates the message
     if not message.get("content") and not message.get("tool_calls"):
         raise ValueError("the completion is empty; remove the row")
-    start = tokenizer.apply_chat_template(before, add_generation_prompt=True, tokenize=False, **template_kwargs)
-    whole = tokenizer.apply_chat_template([*before, message], tokenize=False, **template_kwargs)
+    messages = for_template([*before, message])
+    start = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False, **template_kwargs)
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
     if not whole.startswith(start):
         raise ValueError(
             f"the chat template changes the conversation before {shortened([message])} when the answer follows, so "
@@ -277,4 +310,10 @@ def _answer(before, message, tokenizer, template_kwargs):
     names = [call.get("function", call).get("name") for call in message.get("tool_calls") or ()]
     if not all(str(name) in text for name in names):
         raise ValueError("the chat template does not write tool calls; set tokenizer.chat_template to one that does")
-    return text
+    parts = [*re.split("</?think>", message.get("content") or ""), message.get("reasoning_content") or ""]
+    if lost := [part for part in parts if part.strip() not in text]:
+        raise ValueError(
+            f"the chat template leaves out {shortened(lost[0])} of the answer; set tokenizer.chat_template to one that "
+            "keeps it, or pass prompt and completion as strings"
+        )
+    return start, text

@@ -16,7 +16,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.settings import TrainingConfig
-from fastgrpo.data.prompts import to_prompt
+from fastgrpo.data.prompts import is_example, to_examples, to_prompt
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.evaluation.heldout import Evaluation
 from fastgrpo.policy.device import check_packages, choose_device
@@ -188,10 +188,21 @@ class Made:
 
 
 def longest_prompt(rows: Rows, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> int:
-    """Estimate the tokens of the longest prompt, without tools, from the eight with the most characters."""
+    """Estimate the tokens of the longest prompt, without tools, from the eight rows with the most characters.
+
+    For supervised training, it is the longest example with its completion.
+    """
+
+    def text(row):
+        return str(row if is_example(row) else row.get("prompt"))
+
+    def tokens(row):
+        if is_example(row):
+            return max(map(len, to_examples(row, tokenizer, template_kwargs=template_kwargs)))
+        return len(to_prompt(row, tokenizer, template_kwargs).ids)
+
     try:
-        longest = heapq.nlargest(8, rows, key=lambda row: len(str(row.get("prompt"))))
-        return max((len(to_prompt(row, tokenizer, template_kwargs).ids) for row in longest), default=0)
+        return max(map(tokens, heapq.nlargest(8, rows, key=lambda row: len(text(row)))), default=0)
     except (ValueError, AttributeError):  # an invalid row, which the check of all rows reports
         return 0
 

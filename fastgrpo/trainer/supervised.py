@@ -9,16 +9,18 @@ import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+from fastgrpo.config.fields import did_you_mean
 from fastgrpo.config.settings import SFTConfig
 from fastgrpo.data.prompts import is_example, to_examples
 from fastgrpo.data.records import Sample
 from fastgrpo.data.sources import Curriculum, Source
 from fastgrpo.policy.fit import examples_of
+from fastgrpo.policy.load import load_tokenizer
 from fastgrpo.policy.micro_batches import Dealer
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, score
@@ -30,6 +32,17 @@ from fastgrpo.trainer.ahead import Ahead
 from fastgrpo.trainer.grpo import GRPOTrainer
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 from fastgrpo.trainer.update import Learner
+
+
+def _ending(tokenizer, model, args):
+    """Return the tokenizer with the end token of the settings."""
+    tokenizer = tokenizer or load_tokenizer(getattr(model, "name_or_path", model), args.trust_remote_code)
+    if args.eos_token not in (known := tokenizer.get_vocab()):
+        raise ValueError(
+            f"eos_token: the tokenizer has no token {args.eos_token!r}{did_you_mean(args.eos_token, known)}"
+        )
+    tokenizer.eos_token = args.eos_token
+    return tokenizer
 
 
 class SFTTrainer(GRPOTrainer):
@@ -44,6 +57,8 @@ class SFTTrainer(GRPOTrainer):
             measured. If there are reward functions, the rows' prompts are completed and judged.
         processing_class: The tokenizer, or None for the model's.
         reward_funcs: Reward functions for the evaluation, as in `GRPOTrainer`. None uses `args.reward_funcs`.
+        callbacks: Callbacks of transformers, as instances or classes.
+        peft_config: A `peft.LoraConfig`, instead of the settings of LoRA.
 
     Raises:
         ValueError: An argument or a setting is invalid. The message names it and the fix.
@@ -61,10 +76,15 @@ class SFTTrainer(GRPOTrainer):
         eval_dataset: Iterable[dict] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_funcs: Callable | Sequence[Callable] | None = None,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
+        peft_config: Any = None,
     ):
+        if getattr(args, "eos_token", None) is not None:
+            processing_class = _ending(processing_class, model, args)
         super().__init__(
-            model, reward_funcs, args, train_dataset, eval_dataset, processing_class, panels=SUPERVISED_PANELS
-        )
+            model, reward_funcs, args, train_dataset, eval_dataset, processing_class, callbacks=callbacks,
+            peft_config=peft_config, panels=SUPERVISED_PANELS,
+        )  # fmt: skip
 
     def _most_rows(self):
         return self.args.max_steps * self.args.batch_size if self.args.max_steps > 0 else None

@@ -111,7 +111,6 @@ def test_needs_all_launcher_variables_for_several_processes(monkeypatch, lacking
 
 
 def test_a_whole_file_gets_its_name_at_the_end(tmp_path):
-    """So a process that is killed leaves no file that looks complete."""
     path = tmp_path / "out.jsonl"
     for fails in (True, False):
         with contextlib.suppress(ZeroDivisionError), new_file(str(path), whole=True) as file:

@@ -134,7 +134,6 @@ def test_resume_rules_name_existing_settings():
 
 
 def test_the_loss_and_its_settings_allow_the_same():
-    """The loss checks its knobs again, as a library of its own."""
     assert len(KNOBS) == len(dataclasses.fields(Objective))
     own = {field.name: field.default for field in dataclasses.fields(Objective)}
     others = {"max_completion_length", "importance_sampling_mode", "use_bias_correction_kl"}  # see docs/objectives.md

@@ -91,7 +91,6 @@ BATCHES = {
 
 @pytest.mark.parametrize("case", BATCHES)
 def test_translates_batch_arguments(case, monkeypatch):
-    """TRL's own record makes the same number of completions of a rollout, and as many updates of it."""
     arguments, prompts, updates, processes = BATCHES[case]
     trl = pytest.importorskip("trl", reason="TRL is not installed (extra: integrations)")
     monkeypatch.setattr(trl.GRPOConfig, "world_size", processes)

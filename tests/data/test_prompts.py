@@ -5,6 +5,8 @@ import threading
 
 import pytest
 import tiny
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from fastgrpo.data.prompts import RESERVED, to_examples, to_prompt
 from fastgrpo.data.records import Prompt, Sample, with_text
@@ -149,6 +151,35 @@ def test_completions_end_at_the_rollouts_stop_token():
     # An answer is tokenized by itself, as a policy draws it: the template's line break could join those of the answer.
     tokenizer, answer = with_end("<eos>", "]\n"), {"role": "assistant", "content": "\n\n4"}
     assert tokenizer.decode(to_examples({"messages": [QUESTION, answer]}, tokenizer)[0].ids) == "\n\n4<eos>"
+
+
+def test_completions_continue_the_text_of_their_prompt():
+    """Tokenizers like Llama 2's put a space before each text that they are given."""
+    words = {"<unk>": 0, "<eos>": 1, "\u2581[x]": 2, "hi": 3, "\u2581hi": 4}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(words, unk_token="<unk>", continuing_subword_prefix=""))
+    backend.normalizer = tokenizers.normalizers.Prepend("\u2581")
+    spaced = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    assert spaced("hi", add_special_tokens=False)["input_ids"] == [4]
+    for ends in ("", "<eos>"):
+        assert to_examples({"prompt": "[x]", "completion": f"hi{ends}"}, spaced)[0].ids == [3, 1]
+
+
+def test_calls_in_the_formats_of_openai_and_arrow_are_equal():
+    tokenizer, call = tiny.tokenizer(), {"name": "f", "arguments": {"a": 1}}
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.content or m.tool_calls | tojson }}{% endfor %}"
+    arguments = {"a": 1}, {"a": 1, "b": None}, '{"a": 1}'
+    asked = [[{"function": {**call, "arguments": given}}] for given in arguments]
+    rows = [{"messages": [QUESTION, {"role": "assistant", "tool_calls": calls}]} for calls in asked]
+    first, *others = (to_examples(row, tokenizer) for row in rows)
+    assert others == [first, first]
+
+
+def test_a_template_that_drops_the_reasoning_is_refused():
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    answer = {"role": "assistant", "content": "<think>long</think>42"}
+    with pytest.raises(ValueError, match="leaves out 'long' of the answer"):
+        to_examples({"messages": [QUESTION, answer]}, tokenizer)
 
 
 def test_a_template_that_rewrites_the_conversation_is_refused():

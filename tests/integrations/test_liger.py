@@ -119,7 +119,6 @@ def test_padding_is_not_read(name):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_losses_accept_other_dtypes(dtype):
-    """A frozen head has no gradient, nor have inputs to which Liger gives none."""
     p = batch(ratio="token")
     constants = [x.requires_grad_() for x in (p.advantages, p.old_logps, p.ref_logps, p.ratio)]
     logits, hidden = (x.detach().to(dtype).requires_grad_() for x in (logits_of(p), p.hidden))

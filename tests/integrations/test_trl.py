@@ -96,7 +96,6 @@ def test_the_held_out_loss_of_our_trainer_is_trls(saved, tmp_path, knobs):
 @pytest.mark.parametrize("head", [False, True], ids=["lora", "lora and head"])
 @pytest.mark.parametrize("name", ["dapo", "grpo-sequence-kl"])
 def test_trains_adapters_like_trl(saved, tmp_path, name, head):
-    """A frozen head has no gradient. Of a head that is trained, peft has a copy; the reference has the original."""
     both = pair(saved, tmp_path, peft_config=LORA_AND_HEAD if head else LORA, **CASES[name])
     both.ours.model.load_state_dict(both.theirs.model.state_dict())
     layer = both.ours.model.get_output_embeddings()
@@ -139,7 +138,6 @@ def test_several_processes_scale_the_loss_as_trl_does(saved, tmp_path, monkeypat
     ("grpo-entropy-token_truncate-kl", slice(MICRO)),
 ])  # fmt: skip
 def test_micro_batches_without_a_token_that_counts(saved, tmp_path, name, masked):
-    """For example, mask_truncated_completions masks all completions."""
     both = pair(saved, tmp_path, **CASES[name])
     inputs = make_inputs(both.theirs)
     inputs["completion_mask"][masked] = 0

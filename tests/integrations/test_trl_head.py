@@ -67,7 +67,6 @@ def test_a_head_in_fp32_of_a_model_in_bf16():
 
 
 def test_logits_are_never_made(tmp_path, monkeypatch):
-    """Neither TRL's head nor the model's own is called: for the loss, and for old and reference log-probs."""
     made = pair(tiny.save(tmp_path / "model"), tmp_path, beta=0.1, top_entropy_quantile=0.5)
 
     def fail(*args):

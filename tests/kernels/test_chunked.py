@@ -79,7 +79,6 @@ def test_no_worse_than_plain_pytorch(monkeypatch, dtype, grad_output, chunk):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("options", [{"objective": cases.BONUS}, cases.EVERYTHING], ids=["entropy", "everything"])
 def test_products_of_16_bit_operands_as_on_a_gpu_err_like_plain_pytorch(monkeypatch, dtype, options, chunk):
-    """The operands are rounded and the sums are fp32; a CPU computes that from the rounded operands in fp32."""
     set_chunk(monkeypatch, chunk and 200)
     monkeypatch.setattr(head_torch, "operand_dtype", lambda hidden, weight: hidden.dtype)
     trial = cases.fused_loss("cpu", dtype, sizes={"cpu": (512, 32, 500)}, **options)
@@ -104,7 +103,6 @@ def test_fp16_operands_lose_no_gradient_to_a_small_loss(monkeypatch, chunk, tole
 
 @pytest.mark.parametrize("softcap, full_kl", [(None, False), (5.0, False), (None, True)])
 def test_a_gpu_multiplies_16_bit_operands_and_casts_no_weight(monkeypatch, softcap, full_kl):
-    """Counted on the meta device: three products a chunk of 2,048 rows, and one more for the reference's logits."""
     monkeypatch.setattr(head_torch, "no_autocast", lambda tensor: nullcontext())  # torch knows none for this device
     n, vocab, objective = 5000, 300, Objective(beta=0.1 * full_kl, kl="full" if full_kl else "k3")
     hidden, weight, other = (torch.empty(rows, 64, dtype=torch.bfloat16, device="meta") for rows in (n, vocab, vocab))

@@ -110,7 +110,6 @@ def test_two_runs_give_the_same_bits(rows):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_peak_memory(shape):
-    """Inputs and gradients aside: one chunk of exponentials, the fp32 dW of several chunks, and 256 MiB at most."""
     n, d, v = shape
     head = head_of(*shape)
     run(head_of(256, d, v))  # workspaces

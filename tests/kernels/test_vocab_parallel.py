@@ -151,6 +151,5 @@ def worker(rank, folder):
 
 
 def test_equals_one_process(tmp_path):
-    """The ranks start from a server that has imported torch. An error of one is raised here."""
     multiprocessing.set_forkserver_preload(["torch", "fastgrpo.loss"])
     mp.start_processes(worker, args=(str(tmp_path),), nprocs=len(SHARDS), start_method="forkserver")

@@ -149,8 +149,6 @@ def test_a_sample_holds_whole_sequences_where_the_objective_looks_at_them():
 
 
 def test_self_checks_ignore_the_callers_autograd_modes():
-    """Inference mode, no_grad and a checkpointed region around the call do not reach it."""
-
     def compare():
         states = torch.ones(3, requires_grad=True)
         (grad,) = torch.autograd.grad(states.square().sum(), states)

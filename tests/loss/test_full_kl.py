@@ -74,7 +74,6 @@ def test_padded_tokens_give_the_loss_of_packed_ones():
 @CHUNKS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_as_exact_as_plain_pytorch(monkeypatch, dtype, chunk):
-    """Gradients are rounded once; against fp64 on the same rounded inputs."""
     set_chunk(monkeypatch, chunk)
     case, ref = make(dtype=dtype, bias=True)
     loss, kl, exact = truth(case.to(torch.float64), {name: value.double() for name, value in ref.items()})
@@ -97,7 +96,6 @@ def test_nan_of_the_reference_makes_the_loss_nan():
 
 @pytest.mark.parametrize("softcap, chunks", [(None, 3), (5.0, 4)])
 def test_three_chunks_are_alive_at_a_time(monkeypatch, softcap, chunks):
-    """The policy's logits, the reference's, and one to compute with, whatever N; and the slope of a soft-cap."""
     chunk, vocab = 8, 8192
     set_chunk(monkeypatch, chunk)
     case = make_case((16, 16), vocab, 4, torch.float32, ref=False, masked=0.0)

@@ -139,7 +139,6 @@ def test_nan_in_an_active_row_makes_the_loss_nan(name):
 
 @pytest.mark.parametrize("name", [*LOSS_TYPES, "gspo"])
 def test_nan_makes_the_loss_nan_where_the_ratio_is_1(name):
-    """The first update of a rollout has no old log-probs."""
     case = replace(make_case(masked=0.0), old_logps=None)
     case.hidden[3] = math.nan
     output, _ = run(case, linear_grpo_loss, **(LOSS_TYPES | COUPLED)[name])
@@ -157,8 +156,6 @@ COUPLED = {
 @pytest.mark.parametrize("name", COUPLED)
 @pytest.mark.parametrize("rows", [[0, 3, 4, 5], [0, 1, 2, 3, 4, 5]])
 def test_rows_hold_whole_sequences_where_the_objective_looks_at_them(name, rows):
-    """Otherwise a part of a sequence would count as the whole. The third of six tokens is masked."""
-
     def loss_of(rows, **knobs):
         given = {"mask": torch.arange(6) != 2, "cu_seqlens": [0, 3, 6], "old_logps": -torch.ones(6)}
         rows = torch.tensor(rows, dtype=torch.long)

@@ -98,7 +98,6 @@ def test_micro_batches_keep_the_budget_and_rarely_split_groups(groups, budget, s
 
 
 def test_one_micro_batch_more_than_the_least_is_enough_for_lengths_like_gsm8ks():
-    """Prompts of 50 to 250 tokens, and completions log-normal around 200 up to 1,024."""
     rng, samples = random.Random(0), []
     for i in range(32):
         prompt = [i] * rng.randint(50, 250)

@@ -63,7 +63,6 @@ def test_rejects_layers_with_a_host_sync(ask):
 
 
 def test_accepts_indexing_without_a_host_sync():
-    """Indices without masks select a number of elements that is known, and tensors of the host may be read."""
     model, table = tiny.model(), torch.arange(4)
     layer = model.model.layers[0]
     layer.mlp = Asking(layer.mlp, lambda states: (states[:, torch.tensor([0, 1])], table[table > 1], table[0].item()))
@@ -154,7 +153,6 @@ def test_liger_is_off_where_it_cannot_work_and_refused_where_it_is_asked_for(mon
 
 
 def test_an_architecture_without_its_rotary_embedding_gets_the_rest(caplog):
-    """liger-kernel raises NotImplementedError where it is asked for that of GLM-4."""
     pytest.importorskip("liger_kernel")
     device.package_obstacle.cache_clear()
     with meta_gpu("transformers.models.glm4.modeling_glm4"), caplog.at_level("INFO"):

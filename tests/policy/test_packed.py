@@ -155,7 +155,6 @@ def test_dropout_is_off_everywhere():
 @pytest.mark.filterwarnings("ignore:Flash Attention defaults to a non-deterministic algorithm")
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
 def test_packed_equals_padded_on_cuda_in_bf16(architecture):
-    """Against the same weights in fp64 on the CPU: sharing is no less exact than a prompt a sample."""
     model, samples = tiny.model(architecture, hidden_size=64), make_samples()
     exact = score(Policy.of(tiny.model(architecture, hidden_size=64).double()), samples, Scoring(1.0, 10_000))
     cast(model.to("cuda"), torch.bfloat16)

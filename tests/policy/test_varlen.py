@@ -139,7 +139,6 @@ def gradients_of(kernel, parts, tensors, grad, monkeypatch, scale=SCALE / 2):
 @pytest.mark.filterwarnings("ignore:Flash Attention defaults to a non-deterministic algorithm")
 @pytest.mark.parametrize("kernel", [TorchFlash("torch"), FlashAttn], ids=lambda kernel: kernel.name)
 def test_flash_attention_on_cuda(kernel, monkeypatch):
-    """Against plain products in fp64: no more than 1.5 times the error of plain products in bf16."""
     if kernel is FlashAttn:
         pytest.importorskip("flash_attn")
     parts, tensors = cuda_case(torch.bfloat16)
@@ -173,8 +172,6 @@ def test_the_built_in_flash_attention_takes_these_arguments():
 
 
 def test_the_call_of_flash_attn(monkeypatch):
-    """flash-attn 2.7's two functions, with its signatures, computed by plain products."""
-
     def of(cu_q, cu_k, causal):
         return Segments(cu_q.diff().tolist(), cu_k.diff().tolist(), "cpu", causal=causal)
 
@@ -237,7 +234,6 @@ def chosen(width=64):
 
 
 def test_flash_attn_4_alone_is_activated_and_named_in_the_log(hopper, tmp_path, monkeypatch, caplog):
-    """The package has no module of flash-attn 2, which is then not installed, rather than broken."""
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn/cute/interface.py").write_text("_flash_attn_fwd = _flash_attn_bwd = None")
     monkeypatch.syspath_prepend(tmp_path)

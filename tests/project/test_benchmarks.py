@@ -22,7 +22,6 @@ SMALL = {"FASTGRPO_BENCH_SMALL": "1"}
 
 
 def test_variants_run_in_turns():
-    """One warm-up each, then each round starts with the next one."""
     calls = []
     results = compare({name: lambda name=name: calls.append(name) for name in "abc"}, rounds=4)
     assert "".join(calls) == "abc" + "abc" + "bca" + "cab" + "abc"
@@ -30,7 +29,6 @@ def test_variants_run_in_turns():
 
 
 def test_peak_memory():
-    """Memory that was there before does not count; temporaries inside of an operator do."""
     held, logits = torch.empty(10**6), torch.randn(1000, 500)
 
     def leave():
@@ -123,7 +121,6 @@ def test_first_gpu_runs_small():
 
 
 def test_the_race_shows_the_newest_runs_that_ended():
-    """TRL's newest run failed after a measurement, fastgrpo's was interrupted, and one is of another machine."""
     about = {"task": "embedded", "seed": 0, "commit": "0abc", "date": "2026-11-27T05", "torch": "2", "trl": "1"}
     about |= {"device": "cpu", "processor": "slow", "threads": 2}
     first = about | {"step": 0, "seconds": 0.0, "accuracy": 0.5}

@@ -110,7 +110,6 @@ def test_an_installation(built, tmp_path, extra):
 
 @pytest.mark.slow
 def test_installing_changes_no_newer_torch_or_triton(built, tmp_path, monkeypatch):
-    """pip resolves the whole package, without installing, where torch 2.15 and triton 3.9 are installed."""
     venv.create(tmp_path / "env", symlinks=True, with_pip=True)
     site_packages = next((tmp_path / "env").glob("lib/python*/site-packages"))
     for name, version, needs in (("torch", "2.15.0", "Requires-Dist: triton~=3.9.0\n"), ("triton", "3.9.0", "")):

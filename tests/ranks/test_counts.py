@@ -131,7 +131,6 @@ def parts_of(sent, kind):
 
 @pytest.mark.parametrize("case, passes, gathers", [("fsdp2-small", 2, 2), ("fsdp2-kept", 2, 1)])
 def test_fsdp2_gathers_all_weights_once_and_layers_for_each_pass_and_reduces_gradients(counts, case, passes, gathers):
-    """Embedding and head, the last unit, stay whole from the forward to the backward pass."""
     sent, units = counts[case]["sent"], [FP32 * count for count in counts[case]["units"]]
     layers, root = units[:-1], units[-1]
     assert sent.keys() == {"elsewhere", "update"}

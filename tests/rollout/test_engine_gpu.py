@@ -42,7 +42,6 @@ def provider_or_skip(name):
 
 @pytest.mark.parametrize("attention", PROVIDERS)
 def test_graphs_change_no_token(attention):
-    """Runs with and without a penalty, whose graphs are others; lanes are taken over, and host and GPU agree."""
     provider_or_skip(attention)
     model, prompts = model_and_prompts()
     greedy = SamplingParams(temperature=0, max_tokens=60, stop_token_ids=tuple(range(40)), seed=2)
@@ -94,7 +93,6 @@ def test_fp32_logps_equal_a_teacher_forced_forward(sleeps):
 
 
 def test_graphs_follow_weights_filters_and_geometry():
-    """Weights updated in place or elsewhere, other sampling, fewer and more lanes; memory is released in between."""
     assert works(torch.device("cuda", 0))
     model, prompts = model_and_prompts()
     model = add_lora(model, r=4, target_modules="all-linear")

@@ -72,7 +72,6 @@ def test_a_group_that_does_not_fit_names_the_remedy(left, remedy):
 
 
 def test_computes_kv_bytes_per_token():
-    """Qwen2.5-0.5B and Qwen3-0.6B in bf16, whose heads are wider than hidden / heads."""
     assert kv_token_bytes(tiny.config("qwen2", hidden_size=896, num_attention_heads=14, num_hidden_layers=24),
                           torch.bfloat16) == 12_288  # fmt: skip
     assert kv_token_bytes(tiny.config("qwen3", hidden_size=1024, num_attention_heads=16, num_key_value_heads=8,

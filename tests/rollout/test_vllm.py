@@ -132,7 +132,6 @@ def test_training_draws_with_the_weights_of_each_step(serve, tmp_path, kind, mon
 
 @pytest.mark.parametrize("policy", ["wait", "continue", "adapters"])
 def test_each_token_has_the_log_prob_and_the_version_of_the_weights_that_drew_it(serve, tmp_path, policy):
-    """A completion in flight ends before servers load new weights, goes on with them, or keeps its adapters."""
     lora, trained = policy == "adapters", {}
     (server,) = serve(loras={} if lora else None)
 
@@ -158,7 +157,6 @@ def test_each_token_has_the_log_prob_and_the_version_of_the_weights_that_drew_it
 
 @pytest.mark.parametrize("finished, steps", [(True, 5), pytest.param(False, 11, marks=pytest.mark.slow)])
 def test_kills_neither_repeat_nor_lose_prompts_of_asynchronous_rollouts(serve, tmp_path, finished, steps):
-    """Each step trains on the rows of a run without kills. What had finished at a checkpoint is not drawn again."""
     (server,), whole, parts, drawn = serve(), {}, {}, []
     asynchronous(tmp_path, server.url, whole, "whole", max_steps=steps).train()
 

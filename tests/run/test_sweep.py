@@ -122,8 +122,6 @@ def test_makes_every_run_once_and_continues_after_a_failure(make, tmp_path, caps
 
 
 def test_a_signal_stops_the_runs(make, tmp_path, capsys):
-    """The run that has begun is asked to save, and no other one is started."""
-
     def stop_once_it_runs():
         awaited((tmp_path / "sweep" / RUNS[0] / "metrics.jsonl").exists)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -62,7 +62,6 @@ def test_openai(server):
 
 
 def test_lm_eval(server, folder, tmp_path):
-    """Completions and log-likelihoods are the engine's, so scores are those of `evaluate`."""
     lm_eval = pytest.importorskip("lm_eval")
     rows = [{"question": f"{i}+1=", "answer": f"{i + 1}", "other": "no"} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -119,7 +118,6 @@ def test_renderers(server, folder):
 
 
 def test_verifiers(server, folder, monkeypatch):
-    """An agent of two turns plays tasks in this process; its trace has the tokens and log-probs of the engine."""
     vf = pytest.importorskip("verifiers.v1")
     openai = pytest.importorskip("openai")
     from verifiers.v1.runtimes import ProgramResult

@@ -190,7 +190,6 @@ def test_a_system_prompt_goes_before_a_prompt_and_before_messages():
 
 
 def test_a_task_reads_only_the_requested_split(tmp_path):
-    """A folder without train.jsonl can be evaluated, and one without test.jsonl can be trained on."""
     (tmp_path / "test.jsonl").write_text('{"prompt": "hi", "question": "1+1?", "answer": "#### 2"}\n')
     for module in (dataset, gsm8k):
         task = module.build(TrainConfig(task="dataset", dataset_name=str(tmp_path)), tiny.tokenizer())

@@ -61,7 +61,6 @@ def test_writes_correct_completions_in_the_form_that_sft_reads(given, tmp_path, 
 
 
 def test_the_task_checks_the_steps(given, tmp_path, capsys, monkeypatch):
-    """Without --reward_funcs, only completions with right steps are kept."""
     build = dataset.build
 
     def checked(*given):

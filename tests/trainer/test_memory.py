@@ -171,7 +171,6 @@ def test_longer_prompts_than_planned_fill_a_micro_batch_only_as_far_as_memory_is
 
 @pytest.mark.parametrize("name", ["0.5B", "1.5B", "7B"])
 def test_as_many_completions_draw_as_a_step_has_or_fit_into_memory(name):
-    """The CUDA graphs keep the logits of a decode step, so the update has less memory."""
     before, update = 0, {"max_tokens_per_microbatch": 4096, "gradient_checkpointing": True, "releases": False}
     for gigabytes in (24, 40, 80, 141):
         made = planned_on(name, gigabytes, **update)

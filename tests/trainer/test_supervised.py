@@ -18,6 +18,7 @@ from fastgrpo.data.prompts import to_examples
 from fastgrpo.data.records import Batch, Sample
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
 from fastgrpo.policy.micro_batches import Dealer
+from fastgrpo.policy.load import load_tokenizer
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
@@ -50,6 +51,15 @@ def test_the_held_out_loss_covers_only_completions(tmp_path):
     assert summary["steps"] == 6 and summary["accuracy_after"] is None
     written = {row["step"]: row["eval/loss"] for row in lines(tmp_path / "run") if "eval/loss" in row}
     assert written[0] == pytest.approx(expected, abs=1e-5) and list(written) == [0, 3, 6] and written[6] < written[0]
+
+
+def test_completions_end_with_the_given_token(tmp_path):
+    trainer = make_trainer(tmp_path, eos_token="<pad>", max_steps=1)
+    trainer.train()
+    saved = load_tokenizer(tmp_path / "run" / "checkpoint-1")
+    assert to_examples(ROWS[0], trainer.tokenizer)[0].ids[-1] == saved.pad_token_id == saved.eos_token_id
+    with pytest.raises(ValueError, match="no token '<pda>'; did you mean <pad>"):
+        make_trainer(tmp_path, "other", eos_token="<pda>")
 
 
 def test_a_task_with_tools_is_refused(tmp_path):
