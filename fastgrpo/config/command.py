@@ -255,8 +255,8 @@ def _plain(record, defaults):
 FIRST = """
 model_name_or_path use_peft dtype device task dataset_name max_completion_length seed prompts_per_step num_generations
 temperature max_num_seqs reward_funcs reward_timeout scale_rewards loss_type epsilon beta mask_truncated_completions
-max_steps num_train_epochs learning_rate warmup_steps max_tokens_per_microbatch batch_size train_file max_eval_samples
-eval_steps parallel output_dir logging_steps save_steps resume_from_checkpoint report_to quiet
+max_steps num_train_epochs learning_rate warmup_steps max_tokens_per_microbatch batch_size train_file eos_token
+max_eval_samples eval_steps parallel output_dir logging_steps save_steps resume_from_checkpoint report_to quiet
 """
 
 

@@ -17,8 +17,8 @@ from fastgrpo import sft as sft_command
 from fastgrpo.data.prompts import to_examples
 from fastgrpo.data.records import Batch, Sample
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
-from fastgrpo.policy.micro_batches import Dealer
 from fastgrpo.policy.load import load_tokenizer
+from fastgrpo.policy.micro_batches import Dealer
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
@@ -58,7 +58,7 @@ def test_completions_end_with_the_given_token(tmp_path):
     trainer.train()
     saved = load_tokenizer(tmp_path / "run" / "checkpoint-1")
     assert to_examples(ROWS[0], trainer.tokenizer)[0].ids[-1] == saved.pad_token_id == saved.eos_token_id
-    with pytest.raises(ValueError, match="no token '<pda>'; did you mean <pad>"):
+    with pytest.raises(ValueError, match="no token '<pda>'; did you mean '<pad>'"):
         make_trainer(tmp_path, "other", eos_token="<pda>")
 
 
