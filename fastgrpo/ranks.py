@@ -268,7 +268,7 @@ def join(device: str = "auto", timeout: float = TIMEOUT) -> Ranks:
                 timeout=waits,
                 device_id=torch.device("cuda", gpu) if on_gpu else None,
             )
-        # Objects are on the host, with any backend of tensors.
+        # Objects are exchanged in host memory, so this group uses gloo, whatever backend exchanges tensors.
         ranks.group = dist.new_group(backend="gloo", timeout=waits)
     if ours:
         atexit.register(_leave)

@@ -59,8 +59,8 @@ from fastgrpo.kernels.objectives import PolicyRows, cut, first_order, needed, no
 Tensor = torch.Tensor
 
 
-# A row of logits is flagged if the exponentials of its other tokens, relative to its target, sum to at least this (59.6
-# nats). Its anchor is then its maximum: V e^80 overflows the fp32 sum, and v H underflows in bf16 beyond 65 nats.
+# A row is flagged if its other tokens have a sum S of exponentials relative to the target of this (e^59.6) or more. Its
+# anchor is then its maximum: V terms of e^80 overflow the fp32 sum, and v H underflows in bf16 for S above e^65.
 GUARD = tl.constexpr(2.0**86)
 
 
@@ -78,11 +78,11 @@ def packed(x2):
     """Round x2 = log2 E to 16 bits: steps of 1/512 from -41, below which a token has no effect, to 87, above the guard.
 
     An entropy gradient h computes E (g + h (log p + H)) from the stored value, and rounds it for the products. If E has
-    a relative error r, the result errs by r E (g + h (log p + H + 1)), which may be far more than its own rounding, as
-    the parts of log p + H cancel. r is 2^-9 at most in bf16, which has a bit for the sign and 8 for the exponent, and
+    a relative error r, the result has the error r E (g + h (log p + H + 1)), far more than its own rounding where log p
+    and H nearly cancel. r is at most 2^-9 for E in bf16, which spends 9 of 16 bits on sign and exponent, and at most
     ln(2) / 1024 here.
     """
-    # The mantissa of a number between 2^14 and 2^15 ends in nine binary places.
+    # For a sum in [2^14, 2^14 + 128), the low 16 bits of the fp32 number are its excess over 2^14 in steps of 1/512.
     return (tl.maximum(x2, -41.0) + 16425.0).to(tl.int32, bitcast=True) & 0xFFFF
 
 
@@ -640,7 +640,7 @@ def finish_fwd(
 
 @launch.operator("fastgrpo::head_entropy_bwd", mutates_args=("out",))
 def head_entropy_bwd(logs: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h: Tensor, out: Tensor) -> None:
-    """Multiply the gradients of log-prob and entropy into anchored exponentials; v is then the slope of `rows`.
+    """Compute `out` from log2 E and the gradients g of log-prob and h of entropy: dz = slope * out, slope from `rows`.
 
         out_v = E_v (g + h (log p_v + H)),   v != target
 
@@ -747,9 +747,9 @@ def merge_ranks(splits: tuple[Tensor, Tensor, Tensor | None], group: str) -> tup
 
 
 def recompute_exps(head: Head, rows: RowStats, g: Tensor, h: Tensor | None, exps: Tensor) -> Tensor:
-    """Recompute E [N, V] from the log-sum-exp: the fourth product. Return v [N], with dz = v E.
+    """Recompute E [N, V] with the log-sum-exp as the anchor, by a fourth product. Return v [N], with dz = v E.
 
-    g [N] is the gradient of the log-probs, h [N] the gradient of the entropies, or None. With h, E includes both.
+    g [N] is the gradient of the log-probs, h [N] that of the entropies, or None. With h, E includes g + h (log p + H).
     """
     rows = rows.normalized()
     if h is None:
@@ -915,7 +915,7 @@ class LinearGRPO(torch.autograd.Function):
             h = _gather(hidden, rows.index, rows.active, part)
             stats, exps = linear_logprob_fwd(h, weight, bias, rows.targets[part], t, cut(ts, part), softcap, keep,
                                              with_entropy, keep and bonus is not None, chunk_rows, group)  # fmt: skip
-            if rows.active is not None:  # the target of the others is token 0, which a bias may make impossible
+            if rows.active is not None:  # inactive rows have target 0, whose log-prob a bias may make -inf
                 stats[0].masked_fill_(~rows.active[part], 0)
             return h, stats, exps
 
@@ -997,7 +997,7 @@ class LinearGRPO(torch.autograd.Function):
 
 
 def _gather(hidden, index, active, part):
-    """Return the kept hidden states of a slice, 0 where not active: v = 0 does not protect dW from a NaN."""
+    """Return the kept hidden states of a slice, with 0 for inactive tokens: v = 0 times a NaN would make dW NaN."""
     h = hidden[part] if index is None else hidden[index[part]]
     return h if active is None else h.masked_fill_(~active[part][:, None], 0)
 

@@ -32,7 +32,7 @@ from fastgrpo.kernels.objectives import (
     policy_parts,
 )
 
-GPUS = ("cuda", "meta")  # tensors on meta count the products of a GPU
+GPUS = ("cuda", "meta")  # devices treated as GPUs; tests count the products of a GPU with meta tensors
 CAST_ROWS = 8192  # rows of a 16-bit weight cast to fp32 at a time on a GPU
 CAST_BYTES = 2 * 2**20  # fp32 bytes cast at a time on a CPU; they stay in its cache until the product reads them
 
@@ -125,8 +125,8 @@ def add_weight_product_(
 
 def bias_product(exps: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Compute dbias = E^T v in fp32, from E [n, V] and v [n]."""
-    # v is scaled to a largest entry of 1, which does not underflow in any dtype. Rounded to bf16, v would add an error
-    # as large as that of E; the sum of two bf16 numbers adds 2^-17. Both columns cost one read of E.
+    # v is scaled so that its largest entry is 1, which every dtype can represent. Rounding v to bf16 would add an error
+    # as large as that of E; as the sum of two bf16 columns, v has an error of 2^-17. Both columns cost one read of E.
     factor = v.abs().amax().clamp(min=1e-30)
     high = (v / factor).to(exps.dtype)
     low = (v / factor - high).to(exps.dtype)
@@ -310,7 +310,7 @@ def bounded_gradient(
     probs: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary, g: torch.Tensor, tolerance: float,
     bend: torch.Tensor | None = None,
 ) -> Bounded:  # fmt: skip
-    """Compute the gradient of a chunk by its logits, over the columns that matter.
+    """Compute the gradient of a chunk by its logits, without the columns that the tolerance allows to drop.
 
     The number of columns determines shapes, which costs one sync per chunk on a GPU.
 
@@ -735,7 +735,7 @@ class LogitsGRPO(torch.autograd.Function):
             for where, part, z in _chunks(logits, rows, ctx.size):
                 t, targets = cut(rows.temperature, part), rows.targets[part]
                 softmax_(z, targets, ctx.vocabulary)
-                # Multiply by the scalar first: divided by an fp32 temperature first, it would not stay fp64.
+                # Multiply g by grad_loss first: the scalar grad_loss / t would be fp32 if the temperatures t are fp32.
                 slope = None if rows.entropy_weights is None else -rows.entropy_weights[part] * grad_loss / t
                 dz = logit_gradient_(z, targets, ctx.vocabulary, g[part] * grad_loss / t, cut(entropy, part), slope)
                 grad[where] = dz.to(grad.dtype)

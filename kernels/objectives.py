@@ -3,10 +3,10 @@
 Shapes: M kept tokens, S sequences. Per token, with r the ratio, A the advantage, w the weight and I the importance
 weight against the sampler,
 
-    loss = w (I s(r, logp, A) + beta KL),    g = w I ds/dlogp + beta w dKL/dlogp + mean over the sequence of (...)
+    loss = w (I s(r, logp, A) + beta KL),    g = w I (ds/dlogp + ds/dlog r) + beta w dKL/dlogp
 
 Each surrogate s, each KL estimate and their sum `token_loss` is one function for both Triton and PyTorch. logits.py
-runs it in Triton kernels.
+runs it in Triton kernels. With a sequence-level ratio, the term ds/dlog r is averaged over the sequence.
 """
 
 import functools
@@ -78,7 +78,7 @@ def first_order(name: str) -> Callable[[Callable], Callable]:
 class PolicyRows(NamedTuple):
     """The M kept tokens of a loss, without gradient. Floats are fp32, or fp64 for fp64 inputs."""
 
-    index: torch.Tensor | None  # [M] int64, increasing: indices among the N tokens of the batch; None if all are kept
+    index: torch.Tensor | None  # [M] int64, places in the batch of N tokens, active tokens first; None if all are kept
     targets: torch.Tensor  # [M] int64 token ids
     temperature: float | torch.Tensor  # a float, or [M]
     advantages: torch.Tensor  # [M]

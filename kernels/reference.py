@@ -83,7 +83,7 @@ def _kept(logits, temperature, top_k, top_p, min_p):
         likelier = probs.cumsum(-1) - probs
         dropped = (likelier >= top_p) | (probs == 0)
         dropped[:, 0] = False  # the likeliest token stays, also where top_p is 0 in fp32
-        # The first of equal logits decides for all of them, with the least mass before it.
+        # Of equal logits, the first one (with the least mass before it) decides whether all of them are kept.
         floor = ordered.masked_fill(dropped, torch.inf).amin(-1, keepdim=True)
     if min_p > 0:
         floor = floor.maximum(ordered[:, :1] + temperature * math.log(min_p))

@@ -297,7 +297,7 @@ class GroupDecode(Provider):
     def _difference(self, query, cache, scale):
         """Compare some lanes with softmax(q K^T scale) V over the prompt's and the lane's own keys, in fp32."""
         found = self._fused(query, cache, scale)
-        # The last lane of a few prompts: each is in another row of the kernel's block.
+        # The last lane of each of the first few prompts.
         in_use = [(prompt, max(row)) for prompt, row in enumerate(self.members.tolist()) if max(row, default=-1) >= 0]
         for prompt, lane in in_use[:CHECKED]:
             ends = self.prompt_lengths[prompt].item(), self.lengths[lane].item()

@@ -276,8 +276,8 @@ class RolloutBackend(ABC):
         return [rollout for request_id in request_ids for rollout in groups[request_id]]
 
 
-APART = 32  # bits of the number of a group, in the request_id of a completion whose prompt differs from the others
-FIRST = 48  # bits below the number of a drawing, in the request_ids of drawings that are in flight together
+APART = 32  # a request_id has the group's number below this bit, and the number of its first completion above it
+FIRST = 48  # a request_id has the number of its drawing above this bit, so that drawings in flight differ
 
 
 class Drawing:

@@ -393,8 +393,8 @@ class RolloutEngine(RolloutBackend):
             return new  # layers differ, or the driver cannot map memory
         if self.growth is None:
             self.growth = Mapped(self.policy.device)
-        # Completions that start together hold at most their mean length on average: t P(L > t) <= E[L] (Markov). In
-        # lanes that are taken over again and again, they hold E[L^2] / (2 E[L]).
+        # Completions that started together t steps ago hold t P(L > t) <= E[L] tokens on average (Markov). In lanes
+        # that are reused continuously, completions hold E[L^2] / (2 E[L]) on average.
         held = max(total / count, squares / (2 * total))
         grown = growing(new, fits, self.geometry, requests, most, token_bytes, budget, held, self.growth.page)
         if grown.pages and grown != self.geometry:
@@ -448,9 +448,9 @@ class RolloutEngine(RolloutBackend):
         return True
 
     def _preempt(self):
-        """Stop the group that arrived last. It waits before all others."""
+        """Stop the group that arrived last, and put it first in the queue."""
         groups = {running.group.request.request_id: running.group for running in self.running if running}
-        if len(groups) == 1:  # by plan it fits at full length
+        if len(groups) == 1:  # one group fits, unless other memory has grown
             raise torch.OutOfMemoryError("the KV cache of one group does not fit; lower --rollout_memory_utilization")
         group = groups[next(number for number in reversed(self.unfinished) if number in groups)]
         lanes = [lane for lane, running in enumerate(self.running) if running and running.group is group]
@@ -459,7 +459,7 @@ class RolloutEngine(RolloutBackend):
         self.preemptions += 1
 
     def _later(self, requests):
-        """Return requests for which lanes are kept, twice as long so that the slots grow rarely."""
+        """Return requests to reserve lanes for, with lengths rounded up to powers of 2, so that slots grow rarely."""
         context = self.policy.context or math.inf
         longest, limit = max(length for length, _ in requests), max(max(limits) for _, limits in requests)
         longest, limit = (int(min(2 ** math.ceil(math.log2(tokens)), context)) for tokens in (longest, limit))
@@ -561,7 +561,7 @@ class RolloutEngine(RolloutBackend):
         self.lanes.record(lanes, *drawn, self.stop_ids)
 
     def _poll(self, live):
-        """Read the finished flags. Pass turns to their dialogues, and return the lanes that ended, with None."""
+        """Read the finished flags, pass turns to their dialogues, and return {lane: None} for the lanes that ended."""
         self.live_lanes.append(len(live))
         finished = self.lanes.read()
         ended = {lane: None for lane in live if finished[lane]}
@@ -618,7 +618,7 @@ class RolloutEngine(RolloutBackend):
     def _compact(self):
         """Move live lanes to the front, if a decode step computes many others.
 
-        Free lanes do not count while groups wait for them, not for pages.
+        Free lanes are left to waiting groups, unless these groups lack pages or a lane waits for a tool.
         """
         live = self._live()
         if not live or len(live) >= COMPACT_BELOW * (live[-1] + 1):

@@ -130,8 +130,8 @@ class Layer(NamedTuple):
 class Layers:
     """The forward pass of a policy's layers.
 
-    The policy has no `obstacle`, and `products` has one for each of its `groups`. With `fused`, which uses the Triton
-    kernels, the context must be a `DecodeAttention`.
+    The policy must have no `obstacle`, and `products` holds one product for each of its `groups`. With `fused`, which
+    uses the Triton kernels, the context must be a `DecodeAttention`.
     """
 
     def __init__(self, policy: Policy, products: Sequence[Product], fused: bool) -> None:

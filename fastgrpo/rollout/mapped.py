@@ -64,7 +64,7 @@ def _call(name, *arguments):
 class Range:
     """A range of addresses. A tensor in it keeps it alive.
 
-    It has parts of `size` bytes each. Each part has memory for its first bytes, one page or more; all, `most` pages.
+    Each part of `size` bytes has memory for its first bytes, at least one page; all parts have at most `most` pages.
     """
 
     def __init__(self, properties: Properties, page: int, size: int, parts: int = 1, most: int = 1) -> None:

@@ -21,10 +21,10 @@ TOKENS = 48
 # Largest mean difference of log-probs in nats, by the dtype of the weights.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 MARK = 0.1  # added to or subtracted from alpha / r B of adapters
-# A smaller difference is an error too if it exceeds the first one by the factor CLEAR, and PART of the update's change.
+# A difference above both CLEAR times the sampler's first one and PART times the update's change is an error too.
 CLEAR, PART = 4.0, 0.1
 ENOUGH = 256  # in 16 bits, with fewer drawn tokens the tolerance grows as 1/sqrt(tokens), like the error of a mean
-SHOWS = 0.01  # an update changes some bits of a sampler if it changes the policy by this share of the first difference
+SHOWS = 0.01  # if the policy's log-probs change by more than this share of the first difference, the sampler's must too
 
 
 class Probe:
@@ -43,10 +43,10 @@ class Probe:
 
     @contextmanager
     def marked(self, adapters: bool = False) -> Iterator[None]:
-        """Change weights for a while, so that any other weights fail the `check`.
+        """Change weights temporarily, so that a sampler with any other weights fails the `check`.
 
-        They are the embeddings and the head of the tokens, which are negated, or only the adapters. Without this,
-        weights that differ less than the tolerance would pass the first check, as after a resumption.
+        With `adapters`, change B of the adapters; else negate the embeddings and head rows of the tokens. Otherwise, a
+        sampler whose weights differ by less than the tolerance could pass the first check, as after a resumption.
         """
         module = self.policy.module
         if adapters:
@@ -71,8 +71,8 @@ class Probe:
     def check(self, given: Sequence[float], sampler: str) -> float:
         """Return the mean difference of a sampler's log-probs from the last `update`, or raise ValueError.
 
-        The difference must be within the tolerance. If the policy has changed since the sampler's last check, its
-        log-probs must have changed too, and come closer than `PART` of this change, except for rounding.
+        The difference must be within the tolerance. If the policy has changed since the sampler's last check, the
+        sampler's log-probs must have changed too, and differ by at most `PART` of the policy's change, or by rounding.
         """
         given, allowed = torch.tensor(given, dtype=torch.float64), TOLERANCE[self.policy.dtype]
         gap, told = _mean(given, self.logps), ""

@@ -285,8 +285,8 @@ class Slots:
     def write(self, held: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor, new: torch.Tensor) -> None:
         """Write the keys or values `new` [n, K, d] into `held`, one of a `Cache`, at `tokens` [n] of `slots` [n].
 
-        In memory order, the indices are adjacent and come first. Otherwise `index_put_` would copy all of `held` twice
-        in torch's deterministic mode. For the same reason, rows [K, d] of the memory are written in lanes that grow.
+        The indexed dimensions come first in memory order. In another order, `index_put_` would copy all of `held` twice
+        in torch's deterministic mode. For the same reason, lanes that grow are written as rows [K, d] of their memory.
         """
         order = held.permute(*self.memory_order, 3)
         if not order.is_contiguous():

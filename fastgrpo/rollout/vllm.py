@@ -9,9 +9,9 @@ Before a rollout, if the policy has changed, rank 0 writes its weights to a new 
 has LoRA adapters and the servers can load adapters, only these are sent, under a new name for each version. Servers
 with `--weight-transfer-config` get the weights over NCCL.
 
-If requests of asynchronous rollouts are in flight, a server gets no new ones until it has loaded the weights. By
-`staleness_policy`, it first ends those in flight ("wait"), or pauses them and goes on with the new weights
-("continue"). Their tokens are used only after the probe.
+If requests of asynchronous rollouts are in flight, a server gets no new ones until it has loaded the weights. With
+`staleness_policy` "wait", it first finishes those in flight; with "continue", it pauses them, and continues them with
+the new weights. Their tokens are used only after the probe.
 
 The servers run
 
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 VERSION = "0.32."  # the supported vLLM; requests and replies differ in others
 GENERATE, SCORE = "/inference/v1/generate", "/v1/completions"
 TOKENS = "vllm:prompt_tokens_total", "vllm:generation_tokens_total"  # metrics of a server's progress
-PATIENCE = 10.0  # seconds without a reply before a server must answer that it is alive, within as many
+PATIENCE = 10.0  # seconds without a reply after which /health is requested, and the timeout of that request
 LONGEST = 1800.0  # seconds to wait for a reply to any other request than one for completions, such as a load of weights
 AGAIN = 0.5  # seconds between two tries of a server that failed
 TRIES = 3  # failures at one request, besides one of each server
@@ -222,7 +222,7 @@ class VLLMBackend(RolloutBackend):
         self.drawing, self.idle, self.idle_since = 0, 0.0, time.monotonic()  # requests at servers; seconds without
         info, module = self._wait(self._until_timeout(self._inspect, *self.servers)), self.policy.module
         options, variables = info["vllm_config"], info["vllm_env"]
-        # Whether only the adapters are sent. The servers' base does not equal one in 4 bits.
+        # Whether only the adapters are sent: not from a 4-bit policy, whose base weights differ from the servers'.
         self.adapters = has_adapters(module) and not any(map(is_quantized, module.modules()))
         self.adapters &= bool(options["lora_config"] and variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"])
         transfer = options["weight_transfer_config"] or {}
@@ -568,7 +568,7 @@ class VLLMBackend(RolloutBackend):
             self.changed.set()
 
     async def _replace_weights(self, server):
-        """End or pause what a server draws, let it load the newest weights, and compare log-probs."""
+        """Wait for a server's completions or pause them, let it load the newest weights, and compare log-probs."""
         # vLLM 0.32 on a CPU fails if it scores with adapters while it generates.
         pausing = self.staleness_policy == "continue" and server.completions > 0 and not self.adapters
         if not pausing:

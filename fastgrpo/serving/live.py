@@ -58,7 +58,7 @@ class LiveServer:
         self.engine.free()
 
     def start(self, version: int) -> None:
-        """Serve, with this number of updates so far as the version of the weights."""
+        """Start to serve. The version of the weights is `version`, the number of updates so far."""
         self.scheduler.version = str(version)
         self._thread.start()
 

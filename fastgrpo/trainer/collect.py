@@ -2,10 +2,10 @@
 
     rows -> prompts -> rollout -> rewards -> advantages -> groups to train on
 
-Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) replaces the groups that teach nothing by groups of new prompts,
-batch after batch. It ends when prompts_per_step groups teach something, or when
-dynamic_sampling batches were drawn; the first of the dropped groups then fill the step. Oversampling starts more
-groups than are wanted and aborts those that finish last, which favours prompts with short completions.
+Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) replaces groups in which every sample is masked or has advantage
+0 by groups of new prompts, batch after batch. It ends when prompts_per_step groups remain, or when dynamic_sampling
+batches were drawn; the first of the replaced groups then fill the step. Oversampling starts more groups than are wanted
+and aborts those that finish last, which favours prompts with short completions.
 
 The metrics cover all groups that finished, dropped or not, because the kept groups are chosen by their rewards. Aborted
 groups count only in the metrics of oversampling.
@@ -72,16 +72,16 @@ class Collector:
         self.ahead = Ahead(engine)
 
     def __call__(self, state: TrainerState) -> tuple[list[Sample], dict[str, float]]:
-        """Generate groups until prompts_per_step of them teach something, and choose the groups of the step.
+        """Generate groups until prompts_per_step of them have an advantage, and choose the groups of the step.
 
         Count in `state` the rows that were taken, and the tokens of prompts and completions, including aborted groups.
         Return all finished samples, and the metrics. The step trains on the samples with `trained`.
         """
-        args, samples, spread, teaching = self.args, [], [], []
+        args, samples, spread, useful = self.args, [], [], []
         counts, logged, live, taken, lost = Counter(), defaultdict(list), [], 0, 0
         size = args.num_generations
         for batch in range(args.dynamic_sampling or 1):
-            wanted = args.prompts_per_step - sum(teaching)
+            wanted = args.prompts_per_step - sum(useful)
             taken += args.oversampled(wanted)
             with self.timer.stage("rollout"), self.engine.policy.gather():  # once for all that is begun and finished
                 drawn = self._begin(state, state.global_step, batch, wanted) if batch else self._of_step(state)
@@ -100,15 +100,15 @@ class Collector:
             samples += of_batch
             groups = [of_batch[i : i + size] for i in range(0, len(of_batch), size)]
             spread += [any(s.informative for s in group) for group in groups]
-            teaching += [
+            useful += [
                 not args.dynamic_sampling or any(s.informative and not s.masked for s in group) for group in groups
             ]
-            if sum(teaching) == args.prompts_per_step:
+            if sum(useful) == args.prompts_per_step:
                 break
         columns = dict.fromkeys(chain.from_iterable(s.extras for s in samples))  # None where a batch logged no such
         samples = [s.replace(extras=columns | s.extras) for s in samples]
-        # Take the earliest groups that teach, then the earliest dropped ones, and keep them in the order of their draw.
-        chosen = sorted(sorted(range(len(teaching)), key=lambda i: not teaching[i])[: args.prompts_per_step])
+        # Take the earliest groups with an advantage, then the earliest others, and keep them in the order of the draw.
+        chosen = sorted(sorted(range(len(useful)), key=lambda i: not useful[i])[: args.prompts_per_step])
         trained = [i for group in chosen for i in range(group * size, (group + 1) * size)]
         of_step = [samples[i] for i in trained]
         if len(live) > 1:  # scale advantages over the trained groups, which come from several batches
@@ -125,12 +125,12 @@ class Collector:
         if args.dynamic_sampling:
             metrics |= {
                 "dynamic_sampling/num_gen_batches": len(live),
-                "dynamic_sampling/dropped_groups": len(teaching) - len(chosen),
-                "dynamic_sampling/filled_groups": len(chosen) - sum(teaching),
+                "dynamic_sampling/dropped_groups": len(useful) - len(chosen),
+                "dynamic_sampling/filled_groups": len(chosen) - sum(useful),
             }
         if args.oversampling_factor > 1:
             metrics |= {
-                "oversampling/aborted_groups": taken - len(teaching),
+                "oversampling/aborted_groups": taken - len(useful),
                 "oversampling/aborted_tokens": lost,
             }
         return samples, metrics
@@ -240,7 +240,7 @@ def rolled_out(
     stop_ids: Sequence[int],
     policy: Policy,
 ) -> dict[int, list[Sample]]:
-    """Generate completions by TRL's `rollout_func` instead of the engine. Those without a stop token are truncated."""
+    """Generate completions by TRL's `rollout_func`. Those that do not end with a stop token count as truncated."""
     prompts = [prompt for group in groups.values() for prompt in group]
     if not prompts:  # a refill of dynamic sampling may give this rank none
         return {}
@@ -385,7 +385,7 @@ def _mean_size(of_tokens):
 
 
 def version_metrics(samples: Sequence[Sample], step: int, max_staleness: int) -> dict[str, float]:
-    """Measure how many steps the weights had been trained that drew the tokens of a step, and how old they are now."""
+    """Return the least and largest weight version (training step) that drew the tokens, and the share of each age."""
     given = [sample.versions for sample in samples if sample.versions is not None]
     versions = torch.cat(given) if given else torch.tensor([step])
     metrics = {"sampler/version_min": versions.min().item(), "sampler/version_max": versions.max().item()}

@@ -58,12 +58,12 @@ PROMPT_TOKENS = 256  # the length of a typical prompt
 GRAPH_BYTES = 26 * 2**20  # of the driver for the graph of a decode step, as vLLM logs it (its pull request 22897)
 FP32 = 4  # bytes of an fp32 number
 MICRO_BATCHES = 16384, 8192, 4096  # tokens of a micro-batch to choose from, and the first where nothing is planned
-# Predicted times on an H100, in FLOPs of one token per weight (2 us for 1B parameters at half the peak). PASS is the
+# Predicted times on an H100, in FLOPs per weight (1 takes 2 us for 1B parameters at half the peak). PASS is the
 # overhead of a micro-batch (gradients added in fp32, launches), PASS_SHARDED the same with weights sharded over NVLink.
 # DECODE_STEP has few lanes and reads all weights; its factors are for unmerged adapters (APART), and for 4-bit weights
 # that each step dequantizes. PCIE is for each byte of a parameter that is copied, at 50 GB/s.
 PASS, PASS_SHARDED, PCIE, DECODE_STEP, APART, DEQUANTIZED = 1_000, 10_000, 10_000, 500, 1.25, 2.5
-# Predicted time to release and map the KV cache, and of torch's new allocations: 0.2 s, in FLOPs of a token per weight.
+# Predicted time to release and map the KV cache, and of torch's new allocations: 0.2 s, in FLOPs at half the peak.
 RELEASE = 1e14
 UPDATE = "head", "layers"  # the phases with gradients
 ROUND = 1024  # tokens
@@ -227,8 +227,8 @@ def activation_bytes(
 ) -> tuple[int, int, int]:
     """Compute upper bounds on the bytes of a micro-batch's activations. The first `recomputed` layers are recomputed.
 
-    The first number is kept by the layers for the backward pass, and the second by the last norm and the head until
-    then. The third is added by the backward of one layer, with its recomputed activations.
+    The first number is what the layers keep for the backward pass, the second what the last norm and the head keep. The
+    third is what the backward of one layer adds, with its recomputed activations.
     """
     config, b = model.config.get_text_config(), dtype.itemsize
     h, layer = config.hidden_size, _layer_bytes(model, b, fused)
@@ -392,7 +392,7 @@ class _Planner:
         return sum(copied_bytes(policy).values())
 
     def _cost(self, tokens, recomputed, lanes, merged, released):
-        """Predict the time of updates and decode steps, in FLOPs of one token per weight."""
+        """Predict the time of updates and decode steps, in FLOPs per weight; for supervised training, of one token."""
         layers, flops = self.model.config.get_text_config().num_hidden_layers, 4 if self.count.adapters else 6
         added = PASS_SHARDED if self.sharded else PASS
         if self.config.parallel == "fsdp2_offload":  # shards are copied twice to the device, and gradients back
