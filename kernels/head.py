@@ -79,7 +79,7 @@ def packed(x2):
 
     An entropy gradient h computes E (g + h (log p + H)) from the stored value, and rounds it for the products. If E has
     a relative error r, the result has the error r E (g + h (log p + H + 1)), far more than its own rounding where log p
-    and H nearly cancel. r is at most 2^-9 for E in bf16, which spends 9 of 16 bits on sign and exponent, and at most
+    and H nearly cancel. r is at most 2^-8 for E in bf16, which spends 9 of 16 bits on sign and exponent, and at most
     ln(2) / 1024 here.
     """
     # For a sum in [2^14, 2^14 + 128), the low 16 bits of the fp32 number are its excess over 2^14 in steps of 1/512.

@@ -6,7 +6,7 @@ weight against the sampler,
     loss = w (I s(r, logp, A) + beta KL),    g = w I (ds/dlogp + ds/dlog r) + beta w dKL/dlogp
 
 Each surrogate s, each KL estimate and their sum `token_loss` is one function for both Triton and PyTorch. logits.py
-runs it in Triton kernels. With a sequence-level ratio, the term ds/dlog r is averaged over the sequence.
+runs it in Triton kernels. With a sequence-level ratio, the gradient by log r is averaged over the sequence.
 """
 
 import functools

@@ -97,10 +97,8 @@ def _tokenized(prompt, tokenizer, template_kwargs):
         raise ValueError("the prompt is a list of messages, but the tokenizer has no chat template; use plain strings")
     try:
         if conversational:
-            messages = for_template(prompt)
-            encoded = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=True, **(template_kwargs or {})
-            )
+            how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **(template_kwargs or {})}
+            encoded = _rendered(prompt, tokenizer, how)
         else:
             encoded = tokenizer(prompt)
         return list(encoded["input_ids"])
@@ -114,29 +112,36 @@ def _tokenized(prompt, tokenizer, template_kwargs):
         raise ValueError(f"the {part} fails on the prompt {shortened(prompt)}: {reason}; {remedy}") from error
 
 
-def for_template(messages: list[dict]) -> list[dict]:
-    """Parse arguments of tool calls that are JSON text, as in OpenAI's format: templates expect dicts.
-
-    Arguments that are None are dropped, since datasets.Dataset adds them for the arguments of other calls.
-    """
-    return [{**m, "tool_calls": [_call(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m
-            for m in messages]  # fmt: skip
+def _rendered(messages, tokenizer, how):
+    """Apply the chat template. Most templates expect the arguments of tool calls as dicts, others as JSON text."""
+    calls = [[_call(call) for call in message.get("tool_calls") or ()] for message in messages]
+    if not any(calls):
+        return tokenizer.apply_chat_template(messages, **how)
+    parsed = [{**m, "tool_calls": own} if own else m for m, own in zip(messages, calls, strict=True)]
+    try:
+        return tokenizer.apply_chat_template(parsed, **how)
+    except Exception:
+        return tokenizer.apply_chat_template(messages, **how)
 
 
 def _call(call):
+    """Return a tool call with its arguments as a dict."""
     if isinstance(call.get("function"), dict):
         return {**call, "function": _call(call["function"])}
     arguments = call.get("arguments")
-    with contextlib.suppress(ValueError):  # other text stays as it is
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return {**call, "arguments": without_none(arguments)} if isinstance(arguments, dict) else call
+    if isinstance(arguments, dict):
+        return {**call, "arguments": _without_none(arguments)}
+    with contextlib.suppress(ValueError, TypeError):  # other values stay as they are
+        if isinstance(parsed := json.loads(arguments), dict):
+            return {**call, "arguments": parsed}
+    return call
 
 
-def without_none(value: Any) -> Any:
-    """Drop the keys of dicts, at any depth, whose value is None."""
+def _without_none(value):
+    """Drop the keys of dicts, at any depth, whose value is None: datasets.Dataset adds the keys of other rows."""
     if isinstance(value, dict):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
-    return [without_none(item) for item in value] if isinstance(value, list) else value
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def _check_columns(columns):
@@ -223,7 +228,7 @@ def to_examples(
     tools, own = (_parsed(row, name) for name in ("tools", "chat_template_kwargs"))
     if not isinstance(own or {}, Mapping):
         raise ValueError(f"chat_template_kwargs must be a dict, got {brief(own)}")
-    tools = {"tools": without_none(tools)} if tools else {}
+    tools = {"tools": tools if isinstance(row["tools"], str) else _without_none(tools)} if tools else {}
     kwargs = {**(template_kwargs or {}), **tools, **(own or {})}
     return [_example(prompt, completion, tokenizer, stops, kwargs) for prompt, completion in turns]
 
@@ -285,6 +290,8 @@ def _example(prompt, completion, tokenizer, stops, template_kwargs):
     learned = whole[len(ids) :] if joined else list(tokenizer(text, add_special_tokens=False)["input_ids"])
     stops, last = [*stops] or [tokenizer.eos_token_id], len(learned) - 1
     ends = [i for i, token in enumerate(learned) if token in stops and (i == last or not plain)]
+    if plain and ends and not text.endswith(tokenizer.decode(learned[-1:])):  # an unknown character
+        ends = []
     if ends:
         return Sample(ids, learned[: ends[-1] + 1], advantage=1.0)  # templates add a line break after the stop token
     end = stops[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
@@ -298,9 +305,9 @@ def _answer(before, message, tokenizer, template_kwargs):
     to_prompt({"prompt": [*before, message]}, tokenizer, template_kwargs)  # validates the message
     if not message.get("content") and not message.get("tool_calls"):
         raise ValueError("the completion is empty; remove the row")
-    messages = for_template([*before, message])
-    start = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False, **template_kwargs)
-    whole = tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
+    how = {"tokenize": False, **template_kwargs}
+    start = _rendered(before, tokenizer, how | {"add_generation_prompt": True})
+    whole = _rendered([*before, message], tokenizer, how)
     if not whole.startswith(start):
         raise ValueError(
             f"the chat template changes the conversation before {shortened([message])} when the answer follows, so "
@@ -310,8 +317,9 @@ def _answer(before, message, tokenizer, template_kwargs):
     names = [call.get("function", call).get("name") for call in message.get("tool_calls") or ()]
     if not all(str(name) in text for name in names):
         raise ValueError("the chat template does not write tool calls; set tokenizer.chat_template to one that does")
-    parts = [*re.split("</?think>", message.get("content") or ""), message.get("reasoning_content") or ""]
-    if lost := [part for part in parts if part.strip() not in text]:
+    content = "" if names else message["content"]  # some templates write either calls or content
+    parts = [*re.split("</?think>", content), message.get("reasoning_content"), message.get("thinking")]
+    if lost := [part for part in parts if isinstance(part, str) and part.strip() not in text]:
         raise ValueError(
             f"the chat template leaves out {shortened(lost[0])} of the answer; set tokenizer.chat_template to one that "
             "keeps it, or pass prompt and completion as strings"

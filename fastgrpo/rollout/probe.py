@@ -45,8 +45,8 @@ class Probe:
     def marked(self, adapters: bool = False) -> Iterator[None]:
         """Change weights temporarily, so that a sampler with any other weights fails the `check`.
 
-        With `adapters`, change B of the adapters; else negate the embeddings and head rows of the tokens. Otherwise, a
-        sampler whose weights differ by less than the tolerance could pass the first check, as after a resumption.
+        With `adapters`, change B of the adapters; else negate the embeddings and head rows of the tokens. Without this,
+        a sampler whose weights differ by less than the tolerance could pass the first check, as after a resumption.
         """
         module = self.policy.module
         if adapters:

@@ -360,7 +360,8 @@ class _Planner:
 
     def _planned(self, parts, tokens, recomputed, released):
         """Plan a run with this micro-batch and number of recomputed layers, and as many lanes as fit."""
-        longest = self.prompt_tokens + self.config.max_completion_length  # a sample above the limit gets its own pass
+        longest = self.prompt_tokens + self.config.max_completion_length * self.grpo
+        # A sample above the limit gets its own pass.
         planned = max(min(tokens, self.in_all), longest)
         fewest, activations = self.fewest, self._activations(planned, recomputed)
         share = 1.0 if self.config.rollout_backend == "hf" else self.config.rollout_memory_utilization

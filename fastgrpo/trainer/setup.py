@@ -16,7 +16,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.settings import TrainingConfig
-from fastgrpo.data.prompts import is_example, to_examples, to_prompt
+from fastgrpo.data.prompts import to_examples, to_prompt
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.evaluation.heldout import Evaluation
 from fastgrpo.policy.device import check_packages, choose_device
@@ -187,17 +187,19 @@ class Made:
     wrapper: "PeftModel | None"  # None without adapters
 
 
-def longest_prompt(rows: Rows, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> int:
+def longest_prompt(
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any], supervised: bool = False
+) -> int:
     """Estimate the tokens of the longest prompt, without tools, from the eight rows with the most characters.
 
     For supervised training, it is the longest example with its completion.
     """
 
     def text(row):
-        return str(row if is_example(row) else row.get("prompt"))
+        return str(row if supervised else row.get("prompt"))
 
     def tokens(row):
-        if is_example(row):
+        if supervised:
             return max(map(len, to_examples(row, tokenizer, template_kwargs=template_kwargs)))
         return len(to_prompt(row, tokenizer, template_kwargs).ids)
 
@@ -236,7 +238,7 @@ def make_policy(
     known = tokenizer is not None or (isinstance(path, (str, Path)) and str(path))  # a model in memory has no path
     if rows is not None and known and choose_device(args.device).type == "cuda":
         source = tokenizer or load_tokenizer(path, args.trust_remote_code)
-        tokens = longest_prompt(rows, source, args.template_kwargs)
+        tokens = longest_prompt(rows, source, args.template_kwargs, args.command == "sft")
     plan = plan_run(args, model, ranks=ranks, rewards=rewards, waits=waits, prompt_tokens=tokens)
     if plan:
         plan.check()

@@ -36,7 +36,10 @@ from fastgrpo.trainer.update import Learner
 
 def _ending(tokenizer, model, args):
     """Return the tokenizer with the end token of the settings."""
-    tokenizer = tokenizer or load_tokenizer(getattr(model, "name_or_path", model), args.trust_remote_code)
+    path = getattr(model, "name_or_path", model)
+    if tokenizer is None and not path:
+        raise ValueError("a model created in memory has no tokenizer to load; pass processing_class")
+    tokenizer = tokenizer or load_tokenizer(path, args.trust_remote_code)
     if args.eos_token not in (known := tokenizer.get_vocab()):
         raise ValueError(
             f"eos_token: the tokenizer has no token {args.eos_token!r}{did_you_mean(args.eos_token, known)}"

@@ -167,11 +167,14 @@ def test_completions_continue_the_text_of_their_prompt():
 def test_calls_in_the_formats_of_openai_and_arrow_are_equal():
     tokenizer, call = tiny.tokenizer(), {"name": "f", "arguments": {"a": 1}}
     tokenizer.chat_template = "{% for m in messages %}<{{ m.content or m.tool_calls | tojson }}{% endfor %}"
-    arguments = {"a": 1}, {"a": 1, "b": None}, '{"a": 1}'
+    arguments = {"a": 1}, {"a": 1, "b": None}, '{"a": 1}', '{"a": null}'
     asked = [[{"function": {**call, "arguments": given}}] for given in arguments]
     rows = [{"messages": [QUESTION, {"role": "assistant", "tool_calls": calls}]} for calls in asked]
-    first, *others = (to_examples(row, tokenizer) for row in rows)
-    assert others == [first, first]
+    first, *others, null = (to_examples(row, tokenizer) for row in rows)
+    assert others == [first, first] and '"a": null' in tokenizer.decode(null[0].ids)
+    as_text = "'f' + m.tool_calls[0].function.arguments"  # as DeepSeek's template joins texts
+    tokenizer.chat_template = tokenizer.chat_template.replace("m.tool_calls | tojson", as_text)
+    assert tokenizer.decode(to_examples(rows[2], tokenizer)[0].ids).startswith('<f{"a": 1}')
 
 
 def test_a_template_that_drops_the_reasoning_is_refused():
