@@ -289,9 +289,9 @@ def _example(prompt, completion, tokenizer, stops, template_kwargs):
     joined = whole[: len(ids)] == ids
     learned = whole[len(ids) :] if joined else list(tokenizer(text, add_special_tokens=False)["input_ids"])
     stops, last = [*stops] or [tokenizer.eos_token_id], len(learned) - 1
-    ends = [i for i, token in enumerate(learned) if token in stops and (i == last or not plain)]
-    if plain and ends and not text.endswith(tokenizer.decode(learned[-1:])):  # an unknown character
-        ends = []
+    ends = [i for i, token in enumerate(learned) if token in stops]
+    if plain:  # an unknown character may have the id of a stop token
+        ends = [i for i in ends if i == last and text.endswith(tokenizer.decode(learned[i:]))]
     if ends:
         return Sample(ids, learned[: ends[-1] + 1], advantage=1.0)  # templates add a line break after the stop token
     end = stops[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id

@@ -92,8 +92,7 @@ class Limits:
         processes: Number of concurrent processes and threads.
         files: Number of files and folders in /tmp.
         disk: Bytes in /tmp, and in one file. They are in memory.
-        output: Bytes of output, or twice those of the expected output if that is more. A program that writes more
-            fails.
+        output: Bytes of output. A program that writes more fails, but twice the expected output is always allowed.
     """
 
     seconds: float = 5.0

@@ -38,10 +38,9 @@ PAPER = """\
 ```"""
 LOADING = """\
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto")
-model.generation_config = GenerationConfig.from_pretrained(FOLDER)
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 ```
 
@@ -49,6 +48,7 @@ tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 SERVING = "`vllm serve FOLDER` serves it."
 SERVING_ADAPTERS = """\
 It holds only adapters. With peft installed, these lines also load the base model that `adapter_config.json` names.
+Its end tokens may differ: set `model.generation_config = GenerationConfig.from_pretrained(FOLDER)`.
 `vllm serve BASE --tokenizer FOLDER --generation-config FOLDER --enable-lora --max-lora-rank {rank} --lora-modules
 NAME=FOLDER` serves them."""
 

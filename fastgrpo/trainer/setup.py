@@ -15,6 +15,7 @@ from huggingface_hub import get_token
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fastgrpo.config.fields import did_you_mean
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data.prompts import to_examples, to_prompt
 from fastgrpo.data.rows import Rows, as_rows
@@ -248,6 +249,10 @@ def make_policy(
     checkpointing = plan.checkpointing if plan else args.gradient_checkpointing is not False
     chosen = dataclasses.replace(args, gradient_checkpointing=checkpointing)  # auto is resolved
     policy, tokenizer = policy_and_tokenizer(model, tokenizer, chosen)
+    if (end := getattr(args, "eos_token", None)) is not None:  # of supervised training
+        if end not in (known := tokenizer.get_vocab()):
+            raise ValueError(f"eos_token: the tokenizer has no token {end!r}{did_you_mean(end, known)}")
+        tokenizer.eos_token = end
     if not policy.own_attention:
         use_attention(args.attention, policy.device, policy.dtype, head_dim(policy.shape))
     elif args.attention != "auto":

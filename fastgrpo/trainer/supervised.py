@@ -14,13 +14,11 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from fastgrpo.config.fields import did_you_mean
 from fastgrpo.config.settings import SFTConfig
 from fastgrpo.data.prompts import is_example, to_examples
 from fastgrpo.data.records import Sample
 from fastgrpo.data.sources import Curriculum, Source
 from fastgrpo.policy.fit import examples_of
-from fastgrpo.policy.load import load_tokenizer
 from fastgrpo.policy.micro_batches import Dealer
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, score
@@ -32,20 +30,6 @@ from fastgrpo.trainer.ahead import Ahead
 from fastgrpo.trainer.grpo import GRPOTrainer
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 from fastgrpo.trainer.update import Learner
-
-
-def _ending(tokenizer, model, args):
-    """Return the tokenizer with the end token of the settings."""
-    path = getattr(model, "name_or_path", model)
-    if tokenizer is None and not path:
-        raise ValueError("a model created in memory has no tokenizer to load; pass processing_class")
-    tokenizer = tokenizer or load_tokenizer(path, args.trust_remote_code)
-    if args.eos_token not in (known := tokenizer.get_vocab()):
-        raise ValueError(
-            f"eos_token: the tokenizer has no token {args.eos_token!r}{did_you_mean(args.eos_token, known)}"
-        )
-    tokenizer.eos_token = args.eos_token
-    return tokenizer
 
 
 class SFTTrainer(GRPOTrainer):
@@ -82,8 +66,6 @@ class SFTTrainer(GRPOTrainer):
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
         peft_config: Any = None,
     ):
-        if getattr(args, "eos_token", None) is not None:
-            processing_class = _ending(processing_class, model, args)
         super().__init__(
             model, reward_funcs, args, train_dataset, eval_dataset, processing_class, callbacks=callbacks,
             peft_config=peft_config, panels=SUPERVISED_PANELS,

@@ -98,7 +98,7 @@ def test_the_model_is_uploaded_at_the_end_and_on_request(tmp_path, hub):
     assert upload["repo_id"] == f"me/{repo}"
     assert trainer.push_to_hub(commit_message="done", dataset_name="mine") == "the commit"
     expected = {"repo_id": f"me/{repo}", "commit_message": "done", "revision": None}
-    assert expected.items() <= hub[-1][1].items() and hub[-1][1]["delete_patterns"]
+    assert expected.items() <= hub[-1][1].items() and "config.json" in hub[-1][1]["delete_patterns"]
     trainer.push_to_hub(token="mine", revision="dev")
     assert hub[-2] == ("mine", "dev") and hub[-1][1]["revision"] == "dev"
 
