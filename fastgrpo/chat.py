@@ -79,7 +79,7 @@ class Conversation:
         self.raw = raw
         self.stops = stops = stop_token_ids(self.policy, tokenizer)
         self.prompts = Prompts(tokenizer, template_kwargs, environments, stops, max_turns)
-        self.dialogue, self.begun = None, 0  # conversations with tools so far
+        self.dialogue, self.begun = None, 0  # the conversation with tools; how many have begun
         # Replace the model's generation config: its penalties and filters would change the draws.
         drawn = {} if sampling.temperature == 0 else {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k

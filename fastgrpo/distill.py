@@ -34,7 +34,7 @@ REASONS = (
     "unjudged", "wrong", "empty", "malformed", "wrong step", "truncated", "repetitive", "duplicate",
     "beyond max_per_prompt",
 )  # fmt: skip
-# Reward functions whose names end so: the reason to drop a completion without the full mark.
+# End of a reward function's name -> reason to drop a completion that does not get its maximum.
 REQUIRED = {"format_reward": "malformed", "steps_reward": "wrong step"}
 CHUNK = 256  # prompts that are completed before their kept completions are written
 DISTILLATION = """Generate completions for the training prompts of a task, and keep the correct ones.

@@ -97,7 +97,7 @@ class Ranks:
     def _cause(self, error):
         """Return the failed rank and the first line of its error, or None and a message about the lost rank."""
         named = re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", str(error))
-        mine = f"{f'rank {named[1]}' if named else 'another rank'} died or did not come in time"
+        mine = f"{f'rank {named[1]}' if named else 'another rank'} exited or did not join in time"
         end = time.monotonic() + (0 if named else EXPLANATION)
         with suppress(RuntimeError):  # the host of the store may be down
             while not self.store.check([_CAUSE]) and time.monotonic() < end:
@@ -281,11 +281,11 @@ def join(device: str = "auto", timeout: float = TIMEOUT) -> Ranks:
 
 
 def form_group(device: torch.device) -> None:
-    """Create a process group of one process if none exists, so that it can shard to host memory without torchrun."""
+    """Create a process group of one process if none exists, for fsdp2_offload without torchrun."""
     if not dist.is_initialized():
         backend = "gloo"
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # which torch's mesh takes
+            torch.cuda.set_device(device)  # the device mesh takes the current device
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         atexit.register(_leave)
@@ -317,7 +317,7 @@ def _attempt(store, rank, size, timeout):
         time.sleep(_PAUSE)
     late = [0] if rank > 0 else [r for r in others if not store.check([f"met/{mine}/{r}"])]
     names = ", ".join(map(str, late))
-    raise RankLost(f"rank {rank} stops while it waits for all {size} ranks to start: rank {names} did not come")
+    raise RankLost(f"rank {rank} stops while it waits for all {size} ranks to start: rank {names} did not join")
 
 
 def _connect(timeout, keeps=False):

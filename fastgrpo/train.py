@@ -1,6 +1,6 @@
 """python -m fastgrpo.train: command line -> GRPOConfig -> GRPOTrainer. Without flags, runs the built-in example.
 
-Functions import modules that need transformers themselves: --help stays fast, and a missing package gives one line.
+Modules that need transformers are imported inside functions: --help stays fast, and a missing package gives one line.
 """
 
 import functools

@@ -2,8 +2,9 @@
 
 A row has a `prompt` (a string, or a list of messages) and any columns that the rewards need. A row for supervised
 training also has a `completion` of the same type, or only `messages`: a conversation. Each assistant message of it is
-an example, with all earlier messages as the prompt. A completion is tokenized together with its prompt if the tokens of
-the prompt stay the same, otherwise separately. It ends with a stop token.
+an example, with all earlier messages as the prompt, and `join_turns` makes one example of all of them. A completion is
+tokenized together with its prompt if the tokens of the prompt stay the same, otherwise separately. It ends with a stop
+token.
 """
 
 import contextlib
@@ -231,6 +232,26 @@ def to_examples(
     tools = {"tools": tools if isinstance(row["tools"], str) else _without_none(tools)} if tools else {}
     kwargs = {**(template_kwargs or {}), **tools, **(own or {})}
     return [_example(prompt, completion, tokenizer, stops, kwargs) for prompt, completion in turns]
+
+
+def join_turns(examples: Sequence[Sample]) -> list[Sample]:
+    """Join the examples of a conversation, so that each token is computed once; the loss is the same.
+
+    A new example begins where the chat template changes earlier turns, as some do to remove reasoning.
+    """
+    joined = []
+    for example in examples:
+        last = joined[-1] if joined else example
+        seen = [*last.prompt_ids, *last.ids]
+        if example.prompt_ids[: len(seen)] != seen:
+            joined.append(example.replace(tool_mask=[1] * len(example.ids)))
+        else:
+            between = example.prompt_ids[len(seen) :]
+            joined[-1] = last.replace(
+                ids=[*last.ids, *between, *example.ids],
+                tool_mask=[*last.tool_mask, *[0] * len(between), *[1] * len(example.ids)],
+            )
+    return joined
 
 
 def _parsed(row, name):

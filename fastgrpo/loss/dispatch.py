@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 BACKENDS = ("auto", "chunked", "triton")
 VARIABLE = "FASTGRPO_SELF_CHECK"
 ROWS, MOST_ROWS = 256, 4096  # rows of a sample; its maximum if it must hold whole sequences
-# Tolerances: absolute and relative for log-probs and entropies, and relative to the norm for gradients. Rounding E to
-# bf16 changes a gradient by 2e-3 of its norm, and rounding the gradient itself by as much again.
+# Tolerances: absolute and relative for log-probs and entropies, and relative to the norm for gradients. Rounding
+# exps to bf16 changes a gradient by 2e-3 of its norm, and rounding the gradient itself by as much again.
 VALUES, GRADIENTS = 5e-4, 1e-2
 TF32 = 20  # factor of the tolerances if fp32 products may be rounded to TF32
 OUTLIERS = 100  # one row in 100 may differ, such as a ratio that rounds to the other side of the clip range

@@ -327,7 +327,7 @@ def keep_rows(
     """Validate the inputs, compute the weights over all tokens, and drop the rows that carry no gradient.
 
     If `inputs.rows` is None, `compact` allows a sync to find the rows that carry gradient. Without it, the result has
-    all rows: these come first, and the others get finite values. Weights and advantages are converted to `dtype`, fp32
+    all rows: active ones first, and finite dummies in the others. Weights and advantages are converted to `dtype`, fp32
     or fp64 like the log-probs, or to fp64 if the advantages are fp64. Targets must be below `vocab_size`.
     """
     if objective.beta == 0:

@@ -1,8 +1,9 @@
 """Attention over packed tokens, by one function registered with transformers for all models.
 
 transformers calls the function named in the model's config with the queries, keys and values of each layer, and passes
-unknown keyword arguments through. Our function forwards them to the `context` of the call: a `PackedAttention` in
-training, and one of the two contexts of `rollout/attention.py` in generation. No model is rewritten.
+unknown keyword arguments through. One of these is our `context`, which gets the queries, keys and values: a
+`PackedAttention` in training, and one of the two contexts of `rollout/attention.py` in generation. No model is
+rewritten.
 
 Shapes: N packed tokens, H query heads, K key heads, d head width.
 """

@@ -7,7 +7,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fastgrpo.data.prompts import shortened, to_examples
+from fastgrpo.data.prompts import join_turns, shortened, to_examples
 from fastgrpo.data.records import Prompt, Sample
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.policy.model import Policy
@@ -90,7 +90,7 @@ def examples_of(
     """Tokenize every row for supervised training, and check that each example fits the policy."""
 
     def fitting(row):
-        examples = to_examples(row, tokenizer, stops, template_kwargs)
+        examples = join_turns(to_examples(row, tokenizer, stops, template_kwargs))
         for example in examples:
             policy.check_ids([*example.prompt_ids, *example.ids], "the example")
             what = f"the example has {len(example)} tokens, which"

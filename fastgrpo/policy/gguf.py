@@ -62,7 +62,7 @@ def unpacked(gguf: dict[str, str]) -> dict[str, Any]:
 def complete(model: PreTrainedModel, path: str | Path) -> None:
     """Add the tokens that end a turn to the generation config, which transformers 5.17 does not read from GGUF files.
 
-    It also drops scaled rotary frequencies, except for gpt-oss: a file with them raises ValueError.
+    transformers also drops scaled rotary frequencies, except for gpt-oss: for a file with them, raise ValueError.
     """
     from gguf import GGUFReader
 
@@ -83,7 +83,7 @@ def complete(model: PreTrainedModel, path: str | Path) -> None:
 def set_special_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     """Set the special tokens of a tokenizer from the ids in its GGUF file.
 
-    transformers 5.17 uses a Llama's end token as its first token (`GGUFLlamaConverter.tokenizer`), so completions would
+    transformers 5.17 sets a Llama's EOS token to its BOS token (`GGUFLlamaConverter.tokenizer`), so completions would
     never end.
     """
     for name in SPECIAL:

@@ -48,7 +48,7 @@ def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
 
 
 class Rotary(NamedTuple):
-    """A rotary embedding that calls liger-kernel's only off the CPU, on the device of the queries."""
+    """A rotary embedding: transformers' function for queries on a CPU, liger-kernel's for queries on a GPU."""
 
     original: Callable
     fused: Callable
@@ -59,9 +59,10 @@ class Rotary(NamedTuple):
 
 
 def _confine(names, before):
-    """Undo what liger-kernel replaced in a module of transformers, for models of the same architecture elsewhere.
+    """Restore what liger-kernel replaced in a module of transformers, so that it changes no other model's layers.
 
-    The policy keeps its layers, which were replaced one by one. Only the rotary embedding is called by name.
+    The policy keeps its layers, which were replaced one by one. A function (the rotary embedding) is looked up in the
+    module, so it becomes a `Rotary`.
     """
     from fastgrpo.kernels.launch import on_its_device
 

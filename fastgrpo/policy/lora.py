@@ -256,8 +256,8 @@ def lora_settings(config: Any, name: str = "peft_config") -> dict[str, Any]:
     }
 
 
-def unwrapped(wrapper: Any, moved: bool) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return the transformers model of a `PeftModel`, with its adapters, and their settings."""
+def unwrapped(wrapper: Any, allow_trained: bool) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return a `PeftModel`'s model with its adapters, and their settings. Raise for trained ones if not allowed."""
     if list(wrapper.peft_config) != ["default"]:
         names = ", ".join(wrapper.peft_config)
         raise ValueError(f"model is a PeftModel with the adapters {names}; pass one with only the adapter 'default'")
@@ -266,7 +266,7 @@ def unwrapped(wrapper: Any, moved: bool) -> tuple[PreTrainedModel, dict[str, Any
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model is a PeftModel of a {type(model).__name__}; wrap a transformers causal LM")
     learned = [name for name, value in model.named_parameters() if ".lora_B." in name and torch.any(value != 0)]
-    if learned and not moved:
+    if learned and not allow_trained:
         raise ValueError(
             "model is a PeftModel with trained adapters, and the KL would be to the model without them; save "
             "model.merge_and_unload() and the tokenizer to a folder, and pass the folder with a peft_config, or set "

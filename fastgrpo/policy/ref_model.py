@@ -111,13 +111,13 @@ class Reference:
         the sharded policy with adapters off, the head is valid until the backward of that pass.
         """
         # A sharded head stays gathered for the outermost pass.
-        passes_away = self.policy.lockstep and not self.policy.inside
+        freed = self.policy.lockstep and not self.policy.inside
         with self.ready():
-            return self.policy.within(partial(self._states, batch, passes_away))
+            return self.policy.within(partial(self._states, batch, freed))
 
-    def _states(self, batch, passes_away):
+    def _states(self, batch, freed):
         states, (weight, bias, softcap) = self.policy.completion_states(batch), self.policy.head
-        held = [t if t is None else t.clone() if passes_away else t.detach() for t in (weight, bias)]
+        held = [t if t is None else t.clone() if freed else t.detach() for t in (weight, bias)]
         return states, HeadWeights(*held, softcap)
 
     @torch.no_grad()

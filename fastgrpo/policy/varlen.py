@@ -462,7 +462,7 @@ def _choose(asked, device, dtype, width):
 
 
 def _activated(name):
-    """Return the kernels of a package. To activate fa3 or fa4 changes all attention of PyTorch in this process."""
+    """Return the kernels of a package. Activating fa3 or fa4 changes all attention of PyTorch in this process."""
     if name == "fa2":
         return FlashAttn
     torch_attention.activate_flash_attention_impl(name.upper())

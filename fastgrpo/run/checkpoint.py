@@ -331,7 +331,7 @@ class Checkpointer:
         path = write_checkpoint(folder, step, snapshot.write, self.ranks)
         limit, best = self.config.save_total_limit, self.best and self.best["step"]
         if limit is not None:
-            together(self.ranks, lambda: prune(folder, limit, best) if lead else None, "the end of older checkpoints")
+            together(self.ranks, lambda: prune(folder, limit, best) if lead else None, "the deletion of checkpoints")
         return path
 
     def _measured(self, step):

@@ -121,7 +121,7 @@ def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print, panels:
             color, (steps, values) = f"C{i}", series.get(name, ([], []))
             if not values:
                 continue
-            # Lines that may cover others have gaps. Dashes are for the metrics to compare with, if there are some.
+            # Later curves have gaps, so that they hide no earlier one. With `dashed` metrics, only these are dashed.
             style = "-" if panel.dashed else ("-", "--", ":", "-.")[i % 4]
             if name.startswith(("eval/", "eval_")):
                 axis.plot(steps, values, style, marker="o", color=color, label=label)

@@ -1,7 +1,7 @@
 """The folder of a run. One run at a time owns it, and never deletes or overwrites files that no run made.
 
 A run writes the name of each file and folder to `MADE` before it creates it. Overwriting deletes only these names. A
-run refuses a folder in which another file has one of its names.
+run refuses a folder that holds one of its names, if no run made that file.
 """
 
 import contextlib

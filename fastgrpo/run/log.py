@@ -82,7 +82,7 @@ class RunLog:
         return self.flush() if self.config.logs(step) or last else None
 
     def discard(self) -> None:
-        """Delete an empty run folder."""
+        """Delete what runs wrote in the folder, release it, and delete it if nothing is left."""
         self.folder.empty()
         self.close()
         if not contents(self.dir):

@@ -138,9 +138,9 @@ class StageTimer:
 
 
 def peak_gib(history: Sequence[Mapping[str, Any]]) -> float:
-    """Return the peak memory of this process in GiB."""
+    """Return the peak GPU memory of the logged steps in GiB, or without a GPU the peak RSS of this process."""
     peaks = [row["memory/peak_gib"] for row in history if row.get("memory/peak_gib") is not None]
-    unit = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss, in bytes
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes per unit of ru_maxrss
     return round(max(peaks) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, 3)
 
 

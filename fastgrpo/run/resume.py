@@ -177,7 +177,7 @@ def _earlier(before, config):
     return record
 
 
-BLOCK = 4096  # so many numbers are summed before the hash
+BLOCK = 4096  # numbers summed into one hashed value
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -119,7 +119,7 @@ def full_disk(error: BaseException) -> BaseException:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes the files of this rank. Its errors have no causes, which could not be sent to other ranks."""
+    """Writes the files of this rank. Drops the causes of errors, which cannot be pickled for other ranks."""
 
     def write_data(self, plan, planner):
         try:
@@ -398,9 +398,9 @@ def restore(
     say: Callable[[str], None],
     ranks: Ranks = ALONE,
 ) -> None:
-    """Restore the parts of a run from a checkpoint; the random generators last, since other parts may use them.
+    """Restore the parts of a run from a checkpoint: the random generators after the parts that may use them.
 
-    The log is restored last: it truncates later lines, which must remain if a rank fails before.
+    The log comes after all ranks have restored the rest: it truncates later lines, which must remain after a failure.
     """
 
     def compare(state):

@@ -135,7 +135,7 @@ def figures_of(run: SweepRun, folder: Path) -> dict[str, float | None] | None:
         now = json.loads(json.dumps(asdict(run.config)))  # tuples are lists there
         rewards = read_metrics(folder / run.name, lambda _: None).get("reward", ([], []))[1][-WINDOW:]
         figures["reward"] = round(statistics.mean(rewards), 4) if rewards else None
-        default = {field.name: field.default for field in fields(run.config)}  # of settings of a later version
+        default = {field.name: field.default for field in fields(run.config)}  # for settings newer than config.json
         named = now.keys() - {*OWN, "quiet", "disable_tqdm"}
         done = all(before.get(name, default[name]) in (now[name], getattr(run.config, name)) for name in named)
         done = done and summary.stat().st_mtime_ns >= settings.stat().st_mtime_ns

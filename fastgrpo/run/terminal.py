@@ -94,7 +94,7 @@ class Terminal:
         self._started = time.perf_counter()
 
     def begun(self) -> None:
-        """Start the clock of the remaining time at the first step, after what is done once."""
+        """Estimate the remaining time from the first step of this process on, without the setup before it."""
         if self.done == self._first:
             self._started = time.perf_counter()
 

@@ -85,8 +85,8 @@ class Ahead:
         for batch in self.batches:
             batch.drawing.abort()
         self.batches.clear()
-        if self.engine is not None:  # supervised training without rewards
-            with suppress(ValueError):  # it is logged, and no step has trained on completions of these weights
+        if self.engine is not None:  # None in supervised training without rewards
+            with suppress(ValueError):  # of wrong weights: logged, and no step trained on their completions
                 self.engine.end_sync()
 
     def state_dict(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Arguments:
         return dataclasses.asdict(self.config) | {"output_dir": self.output_dir}
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """Return all settings; those other than numbers, booleans and texts as text."""
+        """Return all settings, with values other than numbers, booleans and strings converted to strings."""
         return {name: v if isinstance(v, bool | int | float | str) else str(v) for name, v in self.to_dict().items()}
 
     def to_json_string(self) -> str:

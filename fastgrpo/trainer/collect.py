@@ -67,7 +67,7 @@ class Collector:
         self.source, self.prompts, self.engine, self.rewards = source, prompts, engine, rewards
         self.sampling, self.args, self.timer, self.ranks = sampling, args, timer, ranks
         self.rollout_func = rollout_func
-        self.place = {}  # of the source, when it gave the rows of this step
+        self.place = {}  # state of the source before it gave the rows of this step
         self.stepped = False  # whether any function has logged step rewards
         self.ahead = Ahead(engine)
 
@@ -83,7 +83,7 @@ class Collector:
         for batch in range(args.dynamic_sampling or 1):
             wanted = args.prompts_per_step - sum(useful)
             taken += args.oversampled(wanted)
-            with self.timer.stage("rollout"), self.engine.policy.gather():  # once for all that is begun and finished
+            with self.timer.stage("rollout"), self.engine.policy.gather():  # gather weights once for both calls
                 drawn = self._begin(state, state.global_step, batch, wanted) if batch else self._of_step(state)
                 measured, lost_now = self._finish(drawn)
             with self.timer.stage("reward"):
@@ -105,7 +105,7 @@ class Collector:
             ]
             if sum(useful) == args.prompts_per_step:
                 break
-        columns = dict.fromkeys(chain.from_iterable(s.extras for s in samples))  # None where a batch logged no such
+        columns = dict.fromkeys(chain.from_iterable(s.extras for s in samples))  # None where a batch lacks a column
         samples = [s.replace(extras=columns | s.extras) for s in samples]
         # Take the earliest groups with an advantage, then the earliest others, and keep them in the order of the draw.
         chosen = sorted(sorted(range(len(useful)), key=lambda i: not useful[i])[: args.prompts_per_step])
@@ -206,11 +206,11 @@ class Collector:
         return _means(list(filter(None, live))), sum(lost)
 
     def _need_steps(self, judged):
-        """Refuse a run that is to learn from step rewards, whose first batch has none."""
+        """Raise if process_rewards is "token" and no function has logged step rewards for the first batch."""
         if self.args.process_rewards != "token" or self.stepped:
             return
         self.stepped = any(any(sample.steps.values()) for sample in judged.completions)
-        # A function that gave no verdict may log steps later.
+        # A function that returned only None may log steps later.
         silent = reward_matrix(judged.completions).isnan().all(0).any()
         if not self.stepped and not silent:
             raise ValueError(
@@ -304,7 +304,7 @@ def with_advantages(
     it returned is their summary.
     """
     size = group_size or args.num_generations
-    per_function, stepped = _verdicts(samples, rewards, args)
+    per_function, stepped = _without_stepped(samples, rewards, args)
     if args.multi_objective_aggregation == "normalize_then_sum":
         advantages = decoupled_advantages(per_function, rewards.weights, size, clip=args.advantage_clip)
     else:
@@ -322,8 +322,8 @@ def with_advantages(
     return _with_steps(done, stepped, rewards, args, size) if stepped else done
 
 
-def _verdicts(samples, rewards, args):
-    """Return the verdicts [S, F], NaN for the functions that count by their step rewards only, and these functions."""
+def _without_stepped(samples, rewards, args):
+    """Return the rewards [S, F], NaN for functions that logged step rewards, and the names of these functions."""
     stepped = sorted({name for s in samples for name in s.steps}) if args.process_rewards == "token" else []
     per_function = reward_matrix(samples)
     per_function[:, [rewards.names.index(name) for name in stepped]] = math.nan

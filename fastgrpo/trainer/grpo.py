@@ -122,7 +122,7 @@ class GRPOTrainer:
     # Metrics in the progress bar and in the line of a logged step: short name -> metric.
     shown: ClassVar = {"reward": "reward", "accuracy": "accuracy", "kl": "kl", "length": "completions/mean_length"}
     needed_rows: ClassVar[str] = "rows with a `prompt` column"
-    unmeasured: ClassVar[str] = "no held-out rows: accuracy is not measured; the test.jsonl of a folder has some"
+    unmeasured: ClassVar[str] = "no held-out rows, so accuracy is not measured; add a test.jsonl, or pass eval_dataset"
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class GRPOTrainer:
         self.inputs = inputs_of(args, model)
         self.copies = HostCopies()
         self.optimizer.adamw.register_step_pre_hook(self.copies.before_update)
-        self.panels, self.log, self.left = panels, None, False  # left: a script has written to the run folder
+        self.panels, self.log, self.written = panels, None, False  # written: a script has written to the run folder
         self.checked = False  # whether the rows are valid
         self.told = set()  # notes of evaluations
         self.callbacks = Callbacks(
@@ -306,7 +306,7 @@ class GRPOTrainer:
         return live
 
     def _bytes_to_come(self):
-        """Return the bytes that will be allocated beside the KV cache, in addition to the present ones."""
+        """Return the bytes that will be allocated beside the KV cache, in addition to those already allocated."""
         come = self.optimizer.bytes_to_come(self.policy.device, gradients=self.plan is None)
         return come + (self.plan.passing if self.plan else 0)
 
@@ -410,7 +410,7 @@ class GRPOTrainer:
         """Open the run of `checkpoint`; if None, follow the settings."""
         if checkpoint in (None, False):
             return self._claim()
-        if self.log is not None and (self.state.global_step or self.log.history or self.left):
+        if self.log is not None and (self.state.global_step or self.log.history or self.written):
             raise ValueError(f"resume_from_checkpoint={checkpoint!r}: this trainer has begun a run; create a new one")
         self._validate()
         resume = "auto" if checkpoint is True else str(checkpoint)
@@ -577,7 +577,7 @@ class GRPOTrainer:
             peak = values["memory/peak_gib"]
             values["memory/peak_gib"] = max(self.ranks.gather(peak, "the peak of the memory"))
         drawn = sum(len(sample.drawn) for sample in samples)
-        # With batches ahead, the time of the rollout is only a wait.
+        # With max_staleness, time/rollout is only the wait for servers.
         drawing = 0.0 if getattr(self.args, "max_staleness", 0) else values["time/rollout"]
         values |= rates(drawn, drawing, time.perf_counter() - started)
         self._warn(values)
@@ -614,7 +614,7 @@ class GRPOTrainer:
         if "accuracy" in values:
             values |= self.source.metrics()
             level = self.source.state_dict().get("level")
-            of_level = level == self.collector.place.get("level", level)  # with max_staleness, rows may be older
+            of_level = level == self.collector.place.get("level", level)  # max_staleness: maybe an earlier level
             if of_level and (news := self.source.observe(values["accuracy"])):
                 self.log.say(f"step {step}: {news}")
         if self._logged:
@@ -647,7 +647,7 @@ class GRPOTrainer:
     # Evaluations.
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float] | None:
-        """Evaluate on held-out rows, and log the metrics, unless the run has ended.
+        """Evaluate on held-out rows. Log the metrics, unless the run has ended.
 
         Args:
             eval_dataset: Rows, or a dict of them by name. None means the trainer's own.
@@ -665,7 +665,7 @@ class GRPOTrainer:
             if measured:
                 named = evaluated(measured, prefix) | {"epoch": self.state.epoch}
                 best = self.args.metric_for_best_model
-                if best in measured:  # a sampled metric has the same name in TRL
+                if best in measured:  # `evaluated` gives greedy and sampled metrics the same names
                     named[self.callbacks.args.metric_for_best_model] = measured[best]
                 values |= measured | named
                 self.callbacks.call("on_evaluate", metrics=named)

@@ -57,7 +57,7 @@ from fastgrpo.rollout.weights import MERGED_SHARE, copied_bytes
 PROMPT_TOKENS = 256  # the length of a typical prompt
 GRAPH_BYTES = 26 * 2**20  # of the driver for the graph of a decode step, as vLLM logs it (its pull request 22897)
 FP32 = 4  # bytes of an fp32 number
-MICRO_BATCHES = 16384, 8192, 4096  # tokens of a micro-batch to choose from, and the first where nothing is planned
+MICRO_BATCHES = 16384, 8192, 4096  # sizes of a micro-batch to try, in tokens; without a plan, the first
 # Predicted times on an H100, in FLOPs per weight (1 takes 2 us for 1B parameters at half the peak). PASS is the
 # overhead of a micro-batch (gradients added in fp32, launches), PASS_SHARDED the same with weights sharded over NVLink.
 # DECODE_STEP has few lanes and reads all weights; its factors are for unmerged adapters (APART), and for 4-bit weights
@@ -412,7 +412,7 @@ class _Planner:
         return activation_bytes(self.model, self.dtype, 1, recomputed=recomputed, fused=fused)
 
     def _slots(self, lanes):
-        """Compute the part of keys and values of so many completions at the same time."""
+        """Compute the part of keys and values of `lanes` completions at the same time."""
         if not self.requests:
             how = "in the vLLM servers" if self.grpo else "evaluations use a share of the remaining memory"
             return Part("KV cache", 0, how)
@@ -535,7 +535,7 @@ class _Planner:
         return Part("reference", math.ceil(size / devices), how)
 
     def _head(self, tokens):
-        """Compute the parts of the head for micro-batches of so many tokens."""
+        """Compute the parts of the head for micro-batches of `tokens` tokens."""
         config, weight = self.config, self.model.get_output_embeddings().weight
         vocabulary, hidden = weight.shape
         # Without Triton: the logits; with the full KL, the reference's logits and as many temporaries; with a soft-cap,
@@ -566,7 +566,7 @@ class _Planner:
         again = f", with {recomputed} layers recomputed" if recomputed else ""
         many = f"{'at most ' * supervised}{tokens:,} tokens"
         how = f"{many} of a micro-batch{again}"
-        if self.config.activation_offloading:  # one input is on its way out or back
+        if self.config.activation_offloading:  # one layer's input is on the device at a time
             how, sizes[0] = f"{sizes[0]:,} bytes of host memory: {how}", sizes[0] // recomputed
         return [
             Part(ACTIVATIONS[0], sizes[0], how, UPDATE, supervised),
@@ -688,7 +688,7 @@ def choose_parallel(config: TrainingConfig, whole: MemoryPlan | None) -> tuple[s
     if whole.ranks == 1 or math.isinf(whole.room):
         return "ddp", "there is one process" if whole.ranks == 1 else "auto is ddp on a CPU"
     fit, mode = ("fit", "ddp") if whole.fits else ("do not fit", "fsdp2")
-    return mode, f"weights, gradients and optimizer {fit} one device unsharded, in at least {gib(whole.least)}"
+    return mode, f"weights, gradients and optimizer {fit} one device unsharded; a step needs {gib(whole.least)}"
 
 
 def plan_run(

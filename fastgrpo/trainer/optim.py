@@ -141,7 +141,7 @@ class MasterAdamW:
         norm = norm.to(self.masters[0].device)
         finite = norm.isfinite()
         if loss is not None:
-            finite &= loss.to(norm.device).isfinite()  # masters in host memory: the loss of one GPU is on the GPU
+            finite &= loss.to(norm.device).isfinite()  # fsdp2_offload on one rank: norm on the CPU, loss on the GPU
         self.adamw.found_inf = (~finite).float()  # if this is 1, fused AdamW changes nothing
         if self.fused or finite:
             self.adamw.step()
@@ -262,7 +262,7 @@ class MasterAdamW:
 
 
 def _move(master, parameter):
-    """Add a parameter's gradient to its master's gradient in fp32, and free it. On a GPU, nothing is copied for it."""
+    """Add a parameter's gradient to its master's gradient in fp32, and free it. On a GPU, add_ needs no fp32 copy."""
     if master.grad is None:
         master.grad = parameter.grad.float()
     else:

@@ -1,6 +1,6 @@
 """Outputs of a run besides log and checkpoints: models, cards, metrics and the summary.
 
-These functions are methods of GRPOTrainer, under the names that transformers.Trainer scripts call.
+Functions with the name of a method of transformers.Trainer are also methods of GRPOTrainer.
 """
 
 import contextlib
@@ -149,7 +149,7 @@ def log_metrics(trainer: Any, split: str, metrics: Mapping[str, Any]) -> None:
 
 
 def save_metrics(trainer: Any, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-    """Write metrics to SPLIT_results.json in the run folder."""
+    """Write metrics to SPLIT_results.json in the run folder, and merge them into all_results.json if `combined`."""
     trainer.open()
     files = [f"{split}_results.json", *(["all_results.json"] if combined else [])]
     for file in files if trainer.ranks.lead else ():
@@ -171,5 +171,5 @@ def save_state(trainer: Any) -> None:
 def _claimed(trainer, name):
     """Lock the run folder, which is released when the run ends, and claim a name in it."""
     with trainer.log.folder.held_for():
-        trainer.left = True
+        trainer.written = True
         yield trainer.log.folder.claim(name)

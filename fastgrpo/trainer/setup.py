@@ -107,12 +107,12 @@ def with_adapters(model: Any, peft_config: Any, args: TrainingConfig) -> tuple[A
         raise ValueError("peft_config and use_peft both add adapters; pass only one of them")
     if not wrapped:
         return model, dataclasses.replace(args, **lora_settings(peft_config)), None
-    inner, settings = unwrapped(model, moved=getattr(args, "beta", 0.0) == 0)
+    inner, settings = unwrapped(model, allow_trained=getattr(args, "beta", 0.0) == 0)
     return inner, dataclasses.replace(args, **settings), model
 
 
 def refuse_images(rows: Iterable[Mapping]) -> None:
-    """Raise if rows have images, which TRL supports for vision-language models."""
+    """Raise if the first row has images, which TRL supports for vision-language models."""
     for row in rows:
         column = next((name for name in ("image", "images") if isinstance(row, Mapping) and name in row), None)
         if column:
@@ -142,7 +142,7 @@ def advice(args: TrainingConfig) -> list[str]:
 
 
 def read_held_out(data: Any, count: int | None) -> dict[str, Rows]:
-    """Read held-out rows."""
+    """Return held-out rows by the name of their data set, which is empty if there is only one."""
     if data is None:
         return {}
     named = data if isinstance(data, Mapping) else {"": data}
@@ -294,7 +294,7 @@ def make_policy(
 
 
 def keep_activations(model: PreTrainedModel, recomputed: int) -> None:
-    """Turn gradient checkpointing off for all layers of a model but the first ones."""
+    """Turn gradient checkpointing off for all layers except the first `recomputed`."""
     for layer in decoder_layers(model)[recomputed:]:
         layer.gradient_checkpointing = False
 

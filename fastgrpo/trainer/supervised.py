@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from fastgrpo.config.settings import SFTConfig
-from fastgrpo.data.prompts import is_example, to_examples
+from fastgrpo.data.prompts import is_example, join_turns, to_examples
 from fastgrpo.data.records import Sample
 from fastgrpo.data.sources import Curriculum, Source
 from fastgrpo.policy.fit import examples_of
@@ -99,7 +99,7 @@ class SFTTrainer(GRPOTrainer):
             self.unmeasured = "no held-out completions and no reward functions: the evaluation measures nothing"
 
     def _examples(self, rows):
-        """Return the examples in held-out rows, which may be none."""
+        """Return the examples in held-out rows; empty if the rows have none."""
         return list(self._read(rows)) if any(map(is_example, rows)) else []
 
     def _read(self, rows):
@@ -120,7 +120,7 @@ class SFTTrainer(GRPOTrainer):
         """Tokenize the rows of a step."""
         rows = self.source.take(self.args.batch_size)
         how = self.tokenizer, self.sampling.stop_token_ids, self.args.template_kwargs
-        samples = [sample for row in rows for sample in to_examples(row, *how)]
+        samples = [sample for row in rows for sample in join_turns(to_examples(row, *how))]
         self.state.count(len(rows), sum(map(len, samples)), of=len(self.source))
         return samples, {}
 
@@ -162,7 +162,7 @@ def learn(policy: Policy, learner: Learner, samples: Sequence[Sample]) -> tuple[
 
     The first is in nats per completion token. The norm is NaN if the update was skipped.
     """
-    tokens = sum(len(sample.ids) for sample in samples)
+    tokens = sum(len(sample.drawn) for sample in samples)
 
     def loss_fn(_, batch):
         with learner.timer.stage("forward"):
@@ -183,7 +183,7 @@ def mean_loss(policy: Policy, samples: Sequence[Sample], dealer: Dealer) -> floa
     logps = score(policy, mine, Scoring(1.0, dealer.max_tokens, dealer.share_prompt), passes)
     own = torch.cat(logps).double().sum().item() if logps else 0.0
     total = math.fsum(dealer.ranks.gather(own, "the held-out loss"))
-    return -total / sum(len(sample.ids) for sample in samples)
+    return -total / sum(len(sample.drawn) for sample in samples)
 
 
 def sft(

@@ -237,9 +237,12 @@ class Selection:
         self.by_entropy = top_entropy_quantile < 1  # whether tokens of low entropy lose their surrogate
 
     def __call__(
-        self, samples: Sequence[Sample], teaching: Sequence[int], others: Sequence[int], first: bool
+        self, samples: Sequence[Sample], kept: Sequence[int], others: Sequence[int], first: bool
     ) -> tuple[dict[int, Sample], float | None]:
         """Select the tokens of one update.
+
+        `kept` are the indices of samples with a gradient, `others` of those that count only in the entropy threshold.
+        `first` is True for the first update of a rollout.
 
         Returns the samples of this rank with their selection, by index; and the mean entropy in nats of the tokens
         selected by entropy, over all ranks, or None.
@@ -249,7 +252,7 @@ class Selection:
             return {}, None
         others = others if self.by_entropy else ()
         # Samples of the update are scored on the ranks that will compute them, so that no log-probs are exchanged.
-        shares = [a + b for a, b in zip(self._dealt(samples, teaching), self._dealt(samples, others), strict=True)]
+        shares = [a + b for a, b in zip(self._dealt(samples, kept), self._dealt(samples, others), strict=True)]
         mine, passes = shares[self.ranks.rank], self.dealer.agreed(samples, shares)
         compute = Policy.logps_and_entropy if self.by_entropy else Policy.logps
         bare = [Sample(samples[i].prompt_ids, samples[i].ids, tool_mask=samples[i].tool_mask) for i in mine]
@@ -257,7 +260,7 @@ class Selection:
             self.dealer.meet("the passes")
             scored = score(self.policy, bare, self.scoring, passes, compute)
         values = dict(zip(mine, scored, strict=True))
-        entropy, made = None, {i: {} for i in teaching if i in values}  # new fields of each sample of this rank
+        entropy, made = None, {i: {} for i in kept if i in values}  # new fields of each sample of this rank
         if self.by_entropy:
             lowest, entropy, count = self._threshold([both[1] for both in values.values()])
             for i, new in made.items():
@@ -359,14 +362,14 @@ class GRPOUpdate:
             weighted = self.token_weights([samples[i] for i in minibatch], step_tokens)
             for i, weights in zip(minibatch, weighted, strict=True):
                 samples[i] = samples[i].replace(weights=weights)
-        kept = [[i for i in minibatch if self.teaches(samples[i])] for minibatch in minibatches]
+        kept = [[i for i in minibatch if self.has_gradient(samples[i])] for minibatch in minibatches]
         meter, norms, check = Meter(), [], DrawCheck(self.policy.dtype) if self.checks_draws else None
         metrics = self._score(samples, kept, check)
         for _ in range(self.num_iterations):
             for whole, minibatch in zip(minibatches, kept, strict=True):
                 logps = {}  # by the index of the sample in the minibatch
-                teaching = {*minibatch}
-                others = [i for i in whole if i not in teaching and not samples[i].masked]
+                trained = {*minibatch}
+                others = [i for i in whole if i not in trained and not samples[i].masked]
                 selected, entropy = self.selection(samples, minibatch, others, first=not norms)
                 for i, sample in selected.items():
                     samples[i] = sample
@@ -405,9 +408,9 @@ class GRPOUpdate:
         tokens = sum(len(sample.drawn) for sample in samples if not sample.masked)
         weighted = zip(samples, self.token_weights(samples, tokens), strict=True)
         samples = [sample.replace(weights=weights, sampler_logps=None) for sample, weights in weighted]
-        kept = [i for i, sample in enumerate(samples) if self.teaches(sample)]
+        kept = [i for i, sample in enumerate(samples) if self.has_gradient(sample)]
         self._score(samples, [kept], held_out=True)
-        others = [i for i, sample in enumerate(samples) if not (sample.masked or self.teaches(sample))]
+        others = [i for i, sample in enumerate(samples) if not (sample.masked or self.has_gradient(sample))]
         selected, _ = self.selection(samples, kept, others, first=True)
         chosen = [selected.get(i, samples[i]) for i in kept]
 
@@ -437,7 +440,7 @@ class GRPOUpdate:
         weights = self.objective.token_weights(mask, bounds, num_items_in_batch=step_tokens)
         return weights.split(counts.tolist())
 
-    def teaches(self, sample: Sample) -> bool:
+    def has_gradient(self, sample: Sample) -> bool:
         """Return whether a sample has a gradient. Without further terms, it has none if its advantages are 0."""
         regularized = self.objective.beta != 0 or self.objective.entropy_coef != 0 or self.entropy is not None
         regularized = regularized or self.router_aux_loss_coef != 0
@@ -457,13 +460,13 @@ class GRPOUpdate:
         ]
         if self.reference is not None:
             mine, passes = self._of_rank(samples, [list(chain.from_iterable(parts)) for parts in by_rank])
-            teaching = [samples[i] for i in mine]
+            own = [samples[i] for i in mine]
             with self.learner.timer.stage("reference"), self.ranks.waiting("the log-probs of the reference"):
                 if not held_out:
-                    metrics = self.reference.measure(teaching, self.scoring, self.ranks)
+                    metrics = self.reference.measure(own, self.scoring, self.ranks)
                 if not self.objective.full_kl:
                     self.dealer.meet("the passes")
-                    for i, logps in zip(mine, self.reference.score(teaching, self.scoring, passes), strict=True):
+                    for i, logps in zip(mine, self.reference.score(own, self.scoring, passes), strict=True):
                         samples[i] = samples[i].replace(ref_logps=logps)
         if any(kept[1:]):
             mine, passes = self._of_rank(samples, [list(chain.from_iterable(parts[1:])) for parts in by_rank])
@@ -482,9 +485,9 @@ class GRPOUpdate:
         return shares[self.ranks.rank], self.dealer.agreed(samples, shares)
 
     def loss(self, batch: Batch, step_tokens: float, with_entropy: bool, share: float = 1.0) -> GRPOLossOutput:
-        """Compute the loss of a micro-batch, a sum over its tokens, which are this share of the update's.
+        """Compute the loss of a micro-batch, a sum over its tokens. `share` is its share of the update's tokens.
 
-        A load-balancing loss is computed for each micro-batch, and averaged over them.
+        A load-balancing loss is computed for each micro-batch, and averaged with these shares.
         """
         timer = self.learner.timer
         reference = self._reference_states(batch)

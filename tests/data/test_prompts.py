@@ -8,7 +8,7 @@ import tiny
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fastgrpo.data.prompts import RESERVED, to_examples, to_prompt
+from fastgrpo.data.prompts import RESERVED, join_turns, to_examples, to_prompt
 from fastgrpo.data.records import Prompt, Sample, with_text
 
 QUESTION = {"role": "user", "content": "one"}
@@ -117,7 +117,6 @@ def test_completion_tokens_include_eos_but_not_bos():
     [example] = to_examples({"prompt": "one", "completion": "two"}, tokenizer)
     assert example.prompt_ids == tokenizer("one")["input_ids"]
     assert example.ids == [*tokenizer("two", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    assert len(example) == len(example.prompt_ids) + len(example.ids)
 
 
 def test_messages_give_one_example_per_answer():
@@ -128,6 +127,9 @@ def test_messages_give_one_example_per_answer():
     whole = tokenizer.apply_chat_template(talk, tokenize=True, return_dict=True)["input_ids"]
     assert whole == [*second.prompt_ids, *second.ids[:-1]] and second.ids[-1] == 1
     assert tokenizer.decode(second.ids, skip_special_tokens=True) == "three\n"
+    [joined] = join_turns([first, second])
+    assert [*joined.prompt_ids, *joined.ids] == [*second.prompt_ids, *second.ids]
+    assert joined.drawn == [*first.ids, *second.ids] and len(join_turns([second, first])) == 2
 
 
 def with_end(end, start="]"):

@@ -178,7 +178,7 @@ def test_a_wrapper_gives_its_model_and_settings():
 
     wrapper = wrapped()
     assert lora.is_wrapper(wrapper) and not lora.is_wrapper(wrapper.get_base_model())
-    model, settings = unwrapped(wrapper, moved=False)
+    model, settings = unwrapped(wrapper, allow_trained=False)
     assert model is wrapper.get_base_model()
     assert settings["lora_target_modules"] == ("q_proj",)
     assert base_weights(model).keys() == tiny.model().state_dict().keys()
@@ -186,10 +186,10 @@ def test_a_wrapper_gives_its_model_and_settings():
     plain = copy.deepcopy(wrapper).merge_and_unload()
     assert not has_adapters(plain) and has_adapters(model)
     tiny.stir(model, ".lora_B")  # adapters that have learned something are no reference
-    assert unwrapped(wrapper, moved=True)[0] is model
+    assert unwrapped(wrapper, allow_trained=True)[0] is model
     with pytest.raises(ValueError, match="beta"):
-        unwrapped(wrapper, moved=False)
+        unwrapped(wrapper, allow_trained=False)
     with pytest.raises(ValueError, match="adapters mine"):
-        unwrapped(wrapped("mine"), moved=True)
+        unwrapped(wrapped("mine"), allow_trained=True)
     with pytest.raises(ValueError, match="PromptTuningConfig"):
         lora_settings(peft.PromptTuningConfig(num_virtual_tokens=2))

@@ -39,7 +39,7 @@ def test_ranks_that_lose_another_end_with_a_line_that_says_why(ended, case):
     codes, told = ended(case)
     assert codes == [1, {"hang": None, "die": -9, "fail": 1}[ending], 1], told
     who = "another rank" if name == "sum" else "rank 1"
-    why = r"rank 1 failed: KeyError: 'a bug\nof rank 1'" if ending == "fail" else f"{who} died or did not come in time"
+    why = r"rank 1 failed: KeyError: 'a bug\nof rank 1'" if ending == "fail" else f"{who} exited or did not join in time"
     for rank in (0, 2):
         assert told[rank].splitlines()[-1] == f"rank {rank} stops while it waits for the second in step 3: {why}"
         assert "Traceback" not in told[rank]
@@ -137,7 +137,7 @@ def test_all_ranks_agree_on_the_name_of_an_attempt():
     first, second = attempts(store, 3), attempts(store, 3)
     assert len(set(first)) == len(set(second)) == 1 and None not in first + second and first != second
     for rank, missing in ((0, "rank 1, 2"), (2, "rank 0")):
-        with pytest.raises(RankLost, match=rf"^rank {rank} stops .* all 3 ranks to start: {missing} did not come$"):
+        with pytest.raises(RankLost, match=rf"^rank {rank} stops .* all 3 ranks to start: {missing} did not join$"):
             _attempt(store, rank, 3, 0.1)
 
 
@@ -244,7 +244,7 @@ def test_an_error_that_several_ranks_have_is_printed_once(be, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("ending, rank, why", [
     ("fail", "1", "KeyError: 'a bug"), ("die", "1", "Signal 9 (SIGKILL)"),
-    ("hang", "[02]", "rank 1 died or did not come in time"),
+    ("hang", "[02]", "rank 1 exited or did not join in time"),
 ])  # fmt: skip
 def test_torchrun_reports_the_failed_rank_as_the_root_cause(ending, rank, why):
     with start([ROOT / "tests" / "support" / "lost_ranks.py", ending, "gather"], count=3) as job:

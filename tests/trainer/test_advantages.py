@@ -117,7 +117,7 @@ def test_a_token_gets_the_outcome_of_the_other_functions_and_its_steps():
     assert sizes["advantage/abs_mean"] == pytest.approx(size, rel=1e-6) and sizes["frac_informative"] == 1
 
 
-def test_a_completion_whose_token_advantages_add_up_to_nothing_still_teaches():
+def test_a_completion_whose_token_advantages_add_up_to_nothing_still_has_a_gradient():
     one = completion(1.0, 2, of_steps=((1, 3.0), (2, -1.0)), steps=0.0)
     other = completion(1.0, 2, of_steps=((1, 0.0), (2, 0.0)), steps=0.0)
     done = advantages([one, other], scale_rewards="none", **BOTH)  # mean 0.5: 2.5 - 1.5 and -1.5; -1 and -0.5

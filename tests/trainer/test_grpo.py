@@ -48,7 +48,7 @@ def gradient_and_loss(max_tokens, loss_type, level, beta, drop=False, seed=0):
     update = make_update(Policy.of(tiny.model("llama").double()), objective, max_tokens=max_tokens, learning_rate=0.0)
     model = tiny.stir(update.policy.module, std=0.02)
     if drop:
-        update.teaches = lambda sample: True
+        update.has_gradient = lambda sample: True
     seen = before_each_step(update, lambda: {name: p.grad.clone() for name, p in model.named_parameters()})
     samples = samples_of(seed=seed)
     metrics = update([samples[:3], samples[3:]])[1]
@@ -117,7 +117,7 @@ def test_minibatches_are_balanced_and_as_many_as_asked_for(samples, updates, siz
     update, seen = make_update(Policy.of(tiny.model("llama")), updates_per_rollout=updates), []
     step = update.learner.step
     update.learner.step = lambda samples, *losses: seen.append(len(samples)) or step(samples, *losses)
-    update.teaches = lambda sample: True
+    update.has_gradient = lambda sample: True
     update([[sample] for sample in samples_of(samples)])
     assert seen == sizes
 

@@ -45,7 +45,7 @@ def needed(model, samples, passes):
     return counts
 
 
-def teaching(samples):
+def with_gradient(samples):
     return [sample for sample in samples if sample.advantage != 0]
 
 
@@ -53,12 +53,12 @@ def test_a_first_update_without_kl_runs_one_forward_and_one_backward_pass():
     model, samples = policy(), samples_of()
     idle = [Sample(s.prompt_ids, s.ids, 0.0) for s in samples_of(seed=1)]
     products = counted(model, [samples, idle])
-    assert len(teaching(samples)) == len(samples) - 1
-    assert products == needed(model, teaching(samples), 3)  # no old, no reference, nothing for idle groups
+    assert len(with_gradient(samples)) == len(samples) - 1
+    assert products == needed(model, with_gradient(samples), 3)  # no old, no reference, nothing for idle groups
 
 
 def test_checkpointing_recomputes_layers_but_not_the_head():
-    model, samples = policy(checkpointing=True), teaching(samples_of())
+    model, samples = policy(checkpointing=True), with_gradient(samples_of())
     tokens, rows = sizes(samples)
     expected = needed(model, samples, 4)
     expected[tuple(sorted((rows, *Policy.of(model).head.weight.shape)))] -= 1
@@ -74,13 +74,13 @@ def test_the_reference_runs_once_per_rollout():
 
 
 def test_old_log_probs_are_computed_only_for_later_minibatches():
-    model, samples = policy(), teaching(samples_of())
+    model, samples = policy(), with_gradient(samples_of())
     products = counted(model, [samples[:2], samples[2:]], updates_per_rollout=2)
     assert products == needed(model, samples[:2], 3) + needed(model, samples[2:], 4)
 
 
 def test_with_adapters_the_base_and_the_head_have_no_weight_gradient():
-    model, samples = policy(), teaching(samples_of())
+    model, samples = policy(), with_gradient(samples_of())
     once, tokens = needed(model, samples, 1), sizes(samples)[0]
     add_lora(model, r=8, target_modules=("all-linear",))
     expected = once + once  # forward, and the gradient of the input

@@ -55,15 +55,15 @@ def test_high_entropy_tokens_equal_trls(share):
     trainer, model = trl.GRPOTrainer, tiny.model("llama")
     samples = [dataclasses.replace(sample, masked=i == 4) for i, sample in enumerate(samples_of())]
     update = update_of(model, top_entropy_quantile=share)
-    teaching, others = [0, 1, 3, 5], [2]
-    selected, entropy = update.selection(samples, teaching, others, first=True)
+    kept, others = [0, 1, 3, 5], [2]
+    selected, entropy = update.selection(samples, kept, others, first=True)
     mask, _, entropies = padded(model, samples)
     mask[4] = 0
     alone = SimpleNamespace(pad_across_processes=lambda values, **_: values, gather=lambda values: values)
     expected = trainer.get_high_entropy_mask(SimpleNamespace(accelerator=alone), entropies, mask, 1 - share)
     rows = ragged(expected, samples)
-    assert selected.keys() == {*teaching} and 0 < expected.sum() < mask.sum()
-    for i in teaching:
+    assert selected.keys() == {*kept} and 0 < expected.sum() < mask.sum()
+    for i in kept:
         assert torch.equal(selected[i].counted.bool(), rows[i]), i
         torch.testing.assert_close(selected[i].entropy_weights, rows[i] / expected.sum())
     assert entropy == pytest.approx(entropies[expected].mean().item(), rel=1e-5)

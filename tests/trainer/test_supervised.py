@@ -14,7 +14,7 @@ from updates import before_each_step, make_update
 
 from fastgrpo import SFTConfig, SFTTrainer, linear_grpo_loss
 from fastgrpo import sft as sft_command
-from fastgrpo.data.prompts import to_examples
+from fastgrpo.data.prompts import join_turns, to_examples
 from fastgrpo.data.records import Batch, Sample
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
 from fastgrpo.policy.load import load_tokenizer
@@ -27,6 +27,7 @@ from fastgrpo.trainer.supervised import learn, mean_loss, sft
 
 ROWS = [{"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a in range(4) for b in range(4)]
 HELD_OUT = [{"prompt": "2+7=", "completion": "9"}, {"prompt": "8+8=", "completion": "16"}]
+TALK = {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate("qars")]}
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -43,10 +44,12 @@ def make_trainer(tmp_path, name="run", rows=ROWS, eval_rows=HELD_OUT, reward_fun
 
 
 def test_the_held_out_loss_covers_only_completions(tmp_path):
-    trainer = make_trainer(tmp_path)
-    examples = [example for row in HELD_OUT for example in to_examples(row, trainer.tokenizer)]
+    trainer = make_trainer(tmp_path, eval_rows=[*HELD_OUT, TALK])
+    examples = [example for row in [*HELD_OUT, TALK] for example in to_examples(row, trainer.tokenizer)]
     expected = -torch.cat([logps_of(trainer.model, example) for example in examples]).mean().item()
-    assert mean_loss(trainer.policy, examples, Dealer(max_tokens=8)) == pytest.approx(expected, abs=1e-5)
+    joined = [*examples[:2], *join_turns(examples[2:])]
+    assert len(joined) == 3
+    assert mean_loss(trainer.policy, joined, Dealer(max_tokens=8)) == pytest.approx(expected, abs=1e-5)
     summary = trainer.train()
     assert summary["steps"] == 6 and summary["accuracy_after"] is None
     written = {row["step"]: row["eval/loss"] for row in lines(tmp_path / "run") if "eval/loss" in row}
@@ -71,7 +74,8 @@ def test_a_task_with_tools_is_refused(tmp_path):
 @pytest.mark.parametrize("max_tokens", [1000, 12])
 def test_the_update_is_the_policy_gradient_with_unit_weights(max_tokens):
     policy = Policy(tiny.model(vocab_size=258))
-    examples = [example for row in ROWS[:5] for example in to_examples(row, tiny.tokenizer())]
+    tokenizer = tiny.tokenizer(chat=True)
+    examples = [example for row in [*ROWS[:5], TALK] for example in join_turns(to_examples(row, tokenizer))]
 
     def gradient():
         return torch.cat([p.grad.flatten() for p in policy.module.parameters()])
@@ -79,8 +83,8 @@ def test_the_update_is_the_policy_gradient_with_unit_weights(max_tokens):
     learner = make_update(policy, learning_rate=0.0, max_tokens=max_tokens).learner
     seen = before_each_step(SimpleNamespace(learner=learner), gradient)
     loss, _ = learn(policy, learner, examples)
-    batch = Batch.pack([Sample(e.prompt_ids, e.ids, 1.0) for e in examples], policy.device)
-    lengths = [len(example.ids) for example in examples]
+    batch = Batch.pack(examples, policy.device)
+    lengths = [len(example.drawn) for example in examples]
     out = linear_grpo_loss(
         policy.completion_states(batch), policy.head[0], batch.targets, torch.ones(len(examples)),
         cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)]), loss_type="dapo",
