@@ -97,7 +97,7 @@ class Ranks:
     def _cause(self, error):
         """Return the failed rank and the first line of its error, or None and a message about the lost rank."""
         named = re.search(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier", str(error))
-        mine = f"{f'rank {named[1]}' if named else 'another rank'} exited or did not join in time"
+        mine = f"{f'rank {named[1]}' if named else 'another rank'} died or did not join in time"
         end = time.monotonic() + (0 if named else EXPLANATION)
         with suppress(RuntimeError):  # the host of the store may be down
             while not self.store.check([_CAUSE]) and time.monotonic() < end:

@@ -57,7 +57,7 @@ LEFT = 128 + signal.SIGPIPE  # exit code after a broken pipe, as in shells
 def run_command(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> int:
     """Run a command, report user errors on stderr, and return the exit code."""
     prepare_streams()
-    atexit.register(gc.freeze)  # the end of the process then collects no garbage, which takes half a second
+    atexit.register(gc.freeze)  # skips the garbage collection at exit, which takes half a second
     try:
         try:
             return _run(main, list(sys.argv[1:] if argv is None else argv))
@@ -426,7 +426,7 @@ def _has_no_reader(stream):
         poll = select.poll()
         poll.register(stream.fileno(), 0)  # an empty mask still reports errors and hang-ups
         return bool(poll.poll(0))
-    except OSError:  # a stream in memory has no number
+    except OSError:  # a stream in memory has no file descriptor
         return False
 
 

@@ -222,8 +222,8 @@ class EvaluationConfig:
     max_eval_samples: Count | None = 500
     """Evaluate on the first N held-out prompts. None evaluates on all of them."""
     eval_num_generations: Size = 0
-    """Sample N completions per held-out prompt, for pass@k and maj@k; 0 samples none. The accuracy always comes from
-    one greedy completion."""
+    """Sample N completions per held-out prompt, for pass@k and maj@k; 0 samples none. The accuracy comes from one
+    greedy completion per prompt, or from the sampled completions if there is only one prompt."""
 
 
 @settings_class
@@ -259,8 +259,8 @@ class ModelConfig:
     lora_alpha: Count = 32
     """Multiply the output of the adapters by lora_alpha / lora_r."""
     lora_target_modules: Several[str] = ()
-    """Add adapters to the linear layers with these names; all-linear means all except the head, and in many
-    mixtures of experts except all MLPs. Empty uses peft's choice for the architecture."""
+    """Add adapters to the linear layers with these names; all-linear means all layers except the head and, in many
+    mixtures of experts, the MLPs. Empty uses peft's choice for the architecture."""
 
 
 @settings_class

@@ -1,7 +1,7 @@
 """The arguments of `trl.GRPOConfig` (TRL 1.16, with those of transformers' TrainingArguments), and their translation.
 
 An argument is a setting of the same name (`SAME`), is translated (`TRANSLATED`), has no effect on results (`IDLE`), or
-is not supported (`REFUSED`): a value that turns nothing off, and is not TRL's default, raises an error.
+is not supported (`REFUSED`): it raises an error, unless it is off (None, False, 0 or empty) or has TRL's default.
 docs/from-trl.md is made from these tables.
 """
 

@@ -162,7 +162,7 @@ def _adapters_are_their_own_reference(use_peft, ref_storage, sync_ref_model):
         )
 
 
-def _four_bits_are_whole(load_in_4bit, parallel):
+def _4bit_weights_are_not_sharded(load_in_4bit, parallel):
     if load_in_4bit and parallel.startswith("fsdp2"):
         raise ValueError(f"load_in_4bit cannot be combined with parallel={parallel}; use ddp, or leave out one of them")
 
@@ -172,7 +172,7 @@ def _offloaded_layers_are_recomputed(activation_offloading, gradient_checkpointi
         raise ValueError("activation_offloading needs recomputed layers; leave gradient_checkpointing at auto")
 
 
-def _a_quantized_reference_rests(ref_storage, sync_ref_model):
+def _a_quantized_reference_is_not_synced(ref_storage, sync_ref_model):
     if ref_storage in ("int8", "nf4") and sync_ref_model:
         raise ValueError(
             f"sync_ref_model cannot be combined with ref_storage={ref_storage}, because it needs exact weights of the "
@@ -286,9 +286,9 @@ RULES = (
     _old_weights_are_corrected,
     _punishment_fits,
     _adapters_are_their_own_reference,
-    _four_bits_are_whole,
+    _4bit_weights_are_not_sharded,
     _offloaded_layers_are_recomputed,
-    _a_quantized_reference_rests,
+    _a_quantized_reference_is_not_synced,
     _each_reward_is_scaled_by_its_group,
     _tokens_can_have_advantages,
     _reward_models_take_these,

@@ -190,10 +190,10 @@ def transcript(messages: list[dict]) -> str:
 
 
 def with_system(row: Mapping[str, Any], system_prompt: str, writes: bool = False, chat: bool = False) -> dict[str, Any]:
-    """Put the system prompt before a prompt, or replace its system message. Leave values that are no prompts.
+    """Put the system prompt before a prompt, or replace its system message. Other values stay unchanged.
 
-    If an environment `writes` the prompt, it appends to an empty user message. In a `chat`, as with tools, a text
-    becomes the message of a user.
+    `writes`: an environment writes the prompt, so a row without one gets an empty user message. `chat`: a prompt of
+    text becomes a user message, as tools need.
     """
     changed = dict(row)
     if writes and row.get("prompt") is None and row.get("messages") is None:

@@ -109,7 +109,7 @@ class Sample:
         advantage: The advantage, or the mean of `token_advantages`.
         logps: fp32 log-probs of the drawn tokens, in nats, under the full softmax at the sampling temperature.
         sampler_logps: fp32 log-probs under the sampling distribution, after filters and penalties.
-        versions: int64, for each token, how many steps its weights had been trained; None: as many as now.
+        versions: int64 number of training steps of the weights that drew each token; None means the current weights.
         finish_reason: A `StopReason`.
         prompt: The prompt as reward functions get it: a string, or a list of messages.
         columns: The other columns of the prompt's data row, which reward functions get by name.

@@ -4,8 +4,8 @@ What the model drew is never tokenized again. The next input of the model is
 
     prompt + everything so far + suffix
 
-where the suffix renders only the new messages: a short dialogue of a user, an assistant who calls the same tools, and
-the new messages, cut after the stop token of the assistant's turn.
+To get the suffix, a short dialogue is tokenized: a user message, an assistant turn that calls the same tools, and the
+new messages. The suffix is what follows the stop token of the assistant turn.
 
 Before a run, the builder checks on a few dialogues that the suffix does not depend on the turn before it, that the
 template shows what tools answer, and that the calls which it writes can be parsed. A template that fails, or that
@@ -66,8 +66,8 @@ class TurnBuilder:
         if fault:
             raise ValueError(
                 f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} cannot be used for conversations"
-                f"{' with tools' if self._tools else ''}: {fault}; or set tokenizer.chat_template to a template that "
-                "can, and tokenizer.response_template if it writes calls in its own format"
+                f"{' with tools' if self._tools else ''}: {fault}; to use another template, set "
+                "tokenizer.chat_template, and tokenizer.response_template if it writes calls in its own format"
             )
         self._form = self._form_of(self._template)
         if self._tools and not self._template.shows_tools:
@@ -207,7 +207,7 @@ class _Template:
         """Return the tokens that the model would have drawn for a turn."""
         ids, prompt = self.ids([self.user, turn]), self.prompt
         end = self._after(ids, sum(token in self.stops for token in ids))
-        # A template that writes another start of the turn than it gives to the model is read from the turn's start.
+        # If the turn does not begin with the generation prompt, read it from the end of the user's turn.
         starts = [i + 1 for i, token in enumerate(prompt) if token in self.stops]
         return ids[len(prompt) if ids[: len(prompt)] == prompt else starts[-1] if starts else 0 : end]
 

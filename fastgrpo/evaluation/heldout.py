@@ -210,7 +210,7 @@ class _Means:
     def add(self, name, by_problem, share=False):
         """Add a mean of one value per problem; NaN means no value.
 
-        If all values are 0 or 1, use Wilson's interval. Otherwise use the bootstrap. One value has no interval.
+        A `share` of zeros and ones gets Wilson's interval, any other mean the bootstrap's, and a single value none.
         """
         given = [value for value in by_problem if value == value]
         if not given:

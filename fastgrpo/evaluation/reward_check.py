@@ -59,7 +59,7 @@ class Finding:
 
 
 class _Watched:
-    """A reward function with a record of its first exception, of NaN, of changed arguments, and of its last time."""
+    """A reward function that records its first exception, NaN, changed arguments, and the time of its last call."""
 
     def __init__(self, function: Callable, clock: Callable[[], float]):
         self.function, self.__name__ = function, getattr(function, "__name__", type(function).__name__)
@@ -248,7 +248,9 @@ def _tell_values(found, rewards, groups, completions):
     if not given.any():
         found.warnings.append("It gives no completion a reward, so nothing is learned from it.")
     elif rewards[given].unique().numel() == 1:
-        found.warnings.append(f"It is constant ({found.mean:g}), so all advantages are 0; reward differences.")
+        found.warnings.append(
+            f"It is constant ({found.mean:g}), so all advantages are 0; reward better completions more."
+        )
     elif max(map(len, groups)) == 1:
         found.warnings.append(
             "Each prompt has one completion, so nothing shows whether it differs within a group; give the rows several "
@@ -263,7 +265,7 @@ def _tell_values(found, rewards, groups, completions):
     correlation = rank_correlation(rewards[given], lengths[given]) if given.sum() >= LENGTHS else 0.0
     if correlation >= LENGTH_CORRELATION:
         found.warnings.append(
-            f"Longer is better: its rank correlation with the length is {correlation:.2f} (reported above "
+            f"It prefers long completions: its rank correlation with the length is {correlation:.2f} (reported above "
             f"{LENGTH_CORRELATION}); a policy will learn to write long texts, so bound the length."
         )
 

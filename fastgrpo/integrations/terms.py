@@ -1,7 +1,6 @@
 """Translations for TRL and Liger-Kernel, which differ from `Objective` in two points.
 
-VESPO gets importance weights against the sampler instead of log-probs. VESPO's lambda has a
-lower bound.
+Their VESPO takes importance weights instead of log-probs of the sampler, and its lambda has a lower bound.
 
 Shapes: B sequences, T tokens of each (padded).
 """

@@ -319,12 +319,12 @@ def score(trainer: GRPOTrainer, inputs: dict[str, torch.Tensor], head: HeadInput
     head = replace(head, hidden=head.hidden[:, -width:], labels=head.labels[:, -width:])
     scored, coefficient = head.labels != -100, _entropy_coefficient(trainer)
     windows = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
-    some_alone = trainer.top_entropy_quantile < 1
+    by_entropy = trainer.top_entropy_quantile < 1
     known = chosen = None
-    if some_alone or trainer.off_policy_mask_threshold is not None:  # masks depend on the scores
+    if by_entropy or trainer.off_policy_mask_threshold is not None:  # masks depend on the scores
         with torch.no_grad():
             known = head.score(scored, with_entropy=True)
-    if some_alone:
+    if by_entropy:
         chosen = trainer.get_high_entropy_mask(known.entropies, mask, 1 - trainer.top_entropy_quantile)
     # At each call: a callback may have changed a setting of the trainer.
     objective = replace(objective_of(trainer), entropy_coef=coefficient)
@@ -341,7 +341,7 @@ def score(trainer: GRPOTrainer, inputs: dict[str, torch.Tensor], head: HeadInput
     )  # fmt: skip
     if known is None:
         with torch.no_grad():
-            rest = head.score(scored & ~out.active, with_entropy=True)  # no gradient flows to them: one product
+            rest = head.score(scored & ~out.active, with_entropy=True)  # these get no gradient: only a forward pass
         known = Scores(out.logps + rest.logps, out.entropies + rest.entropies)
     return out.loss, known
 
@@ -366,7 +366,7 @@ def _sampler(trainer, inputs, mask):
     ratio = inputs.get("importance_sampling_ratio")
     if trainer.loss_type != "vespo" or ratio is None:
         return None
-    # TRL's product is over the whole row. Where there is a ratio, it has the old log-probs that the ratio is made of.
+    # TRL multiplies over the whole row. With a ratio, `inputs` has the old log-probs that the ratio was computed from.
     return inputs["old_per_token_logps"] - shared_log_weights(ratio, mask)
 
 

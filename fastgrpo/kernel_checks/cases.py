@@ -1,7 +1,7 @@
 """The trials of `python -m fastgrpo.doctor --check`: random inputs, values of a kernel, and their comparison.
 
 The truth is kernels/reference.py in fp64, differentiated by autograd. "Plain" is PyTorch in the inputs' dtype with fp32
-logits and fp32 accumulation; dz is rounded to the inputs' dtype for its two products. The error of a kernel may be
+logits and fp32 accumulation; the logits' gradient is rounded to the inputs' dtype. The error of a kernel may be
 `FACTORS` times the error of plain, plus `SLACK`. Losses are called as users call them, with the backend of the mode.
 """
 
@@ -69,7 +69,7 @@ class Case(NamedTuple):
 
 
 def error(name: str, value: Tensor, true: Tensor) -> float:
-    """Return the error: of log-probs, entropies and losses relative above 1, of other values relative in norm."""
+    """Return max |value - true| / max(|true|, 1) for log-probs, entropies and losses, else the relative error norm."""
     value, true = value.detach().double(), true.detach().double()
     if name in ("logps", "entropy", "loss"):
         return ((value - true).abs() / true.abs().clamp(min=1)).max().item() if true.numel() else 0.0

@@ -126,7 +126,7 @@ def _versions(folder):
 
 
 def finite(value: Any) -> float | int | None:
-    """Return whether a JSON value is a finite number."""
+    """Return a JSON value if it is a finite number, else None."""
     try:
         return value if type(value) in (int, float) and math.isfinite(value) else None
     except OverflowError:

@@ -2,7 +2,7 @@
 
 samples.jsonl may have gigabytes, and a run may still write to it. So one pass stores only the position of each group,
 and groups are read on demand. To fit, the page drops in this order: steps, evenly, down to a dozen; groups, evenly,
-down to one per step; numbers of tokens; ends of long texts; further steps. A note says so.
+down to one per step; per-token values; ends of long texts; further steps. A note says so.
 """
 
 import itertools
@@ -181,7 +181,7 @@ class Plan(NamedTuple):
 
     steps: int
     groups: int  # maximum per step
-    numbers: bool = True  # whether to keep the numbers of tokens
+    numbers: bool = True  # whether to keep the per-token values
     cut: int | None = None  # maximum characters of a text; None keeps all
 
     def smaller(self, fitted: int) -> "Plan | None":
@@ -323,7 +323,7 @@ def _calls(row, turns, cut):
 
 
 def _tokens(row):
-    """The numbers of tokens: lists of equal length, each None if the line has no usable one."""
+    """The per-token values: lists of equal length, each None if the line has no usable one."""
     ends = _counts(row.get("token_ends"))
     details = {"token_ends": None, "logps": None, "ratios": None, "clipped_tokens": None}
     if ends is None or any(a > b for a, b in itertools.pairwise(ends)):
@@ -390,7 +390,7 @@ def _kept(file, plan, most, budget):
     if plan.groups < most:
         gone.append(f"at most {plan.groups} of the up to {most} groups per step")
     if not plan.numbers:
-        gone.append("no numbers of tokens")
+        gone.append("no per-token values")
     if plan.cut is not None:
         gone.append(f"the first {plan.cut:,} characters of a text")
     if not gone:

@@ -134,7 +134,7 @@ _OPERAND_BEFORE = re.compile(
 )
 _OPERAND_AFTER = re.compile(rf" *(?:[\^√π]|{_FUNCTION})")
 
-# Only if the fraction is the whole answer: \frac{1}{2}\pi is half of pi, and 1/2\pi is not.
+# Rewritten only to read a number, not in formulas: \frac{1}{2}\pi is half of pi, and 1/2\pi is not.
 _FRACTION = re.compile(rf"\\[dtc]?frac\{{\s*(-?{_DECIMAL})\s*\}}\{{\s*({_DECIMAL})\s*\}}")
 # A percentage is compared without its sign. The comma in (1000,200) separates items, the one in 5,000 does not.
 _DROPPED = re.compile(rf"%|(?<![A-Za-z])[{CURRENCY}]|[{CURRENCY}](?! ?[0-9])")

@@ -391,11 +391,11 @@ def _read(outcome, notes, count):
 
 
 class Judging:
-    """Judges groups of completions as they finish, if other processes can, and gathers those of all ranks.
+    """Judges groups of completions as they finish, and gathers the results of all ranks.
 
-    A reward function in this process gets the completions of its own rank in one call. One in another process may be
-    called before the training step of the completions. `step` is the `global_step` that it gets; None means the current
-    step of the state.
+    A reward function in this process gets the completions of its own rank in one call. One in another process gets a
+    group as soon as it is added, perhaps before the training step of the completions. `step` is the `global_step` that
+    this function gets; None means the current step of the state.
     """
 
     def __init__(

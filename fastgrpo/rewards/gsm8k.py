@@ -17,7 +17,7 @@ from fastgrpo.rewards.countdown import expression_value
 
 FORMAT_STEP = 0.1
 SOFT_LIMIT = 0.8  # length_reward begins to fall at this share of the completion limit
-LENGTH_PENALTY = FORMAT_STEP  # less than one tag is worth, so that a long completion can still earn a reward
+LENGTH_PENALTY = FORMAT_STEP  # as much as one tag is worth: a long completion with two tags still earns a reward
 
 _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 CALCULATOR = re.compile("<<[^<>]*>>")  # GSM8K's solutions repeat each calculation in these: 48/2 = <<48/2=24>>24

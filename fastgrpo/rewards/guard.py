@@ -54,7 +54,7 @@ def described(error: BaseException) -> Failure:
 
 
 def attempt(call: Callable[[], Any]) -> Any:
-    """Run code of a reward function, and restore the working directory and modes of torch."""
+    """Return the result of user code, or a `Failure`. Restore the working directory and the modes of torch."""
     try:
         with modes_kept():
             result = call()
@@ -153,7 +153,7 @@ def _quota():
 
 
 def listed(values: Any, count: int) -> list | None:
-    """Read a list, tuple, generator, 1-d tensor or pandas Series as a list, but no text, dict, set or data frame."""
+    """Return a list, tuple, generator, 1-d tensor or pandas Series as a list of at most count + 1 items, else None."""
     no_list = isinstance(values, (str, bytes, bytearray, Mapping, Set)) or hasattr(values, "columns")
     if no_list or not hasattr(values, "__iter__"):
         return None

@@ -30,7 +30,7 @@ _RETRIED = {408, 429, 500, 502, 503, 504}
 
 
 class _Again(Exception):
-    """A request failed; send it again after so many seconds (None: choose)."""
+    """A request failed; send it again after so many seconds (None: exponential backoff)."""
 
     def __init__(self, problem: str, seconds: float | None = None):
         super().__init__(problem)

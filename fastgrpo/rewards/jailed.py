@@ -12,7 +12,7 @@ Then it receives one message per test: a letter and two pipe ends.
   Otherwise the text runs, and the result is the nonce.
 
 Expected values never enter the jail. The server replies with one byte: 1 if the child failed, plus 2 if the test left
-something behind, after which the server exits.
+files in /tmp, after which the server exits.
 """
 
 import array

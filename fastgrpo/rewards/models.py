@@ -1,7 +1,7 @@
 """Models as reward functions: a `RewardModel` judges prompt and completion, a `ProcessRewardModel` each step.
 
 Texts are sorted by length and batched by tokens including padding, so that a long text does not pad all others. A text
-longer than the positions of the model gets None, with one warning: a truncated answer is another answer.
+longer than the positions of the model gets None, with one warning, because truncation would change the answer.
 
 Process reward models have two published forms:
 
@@ -95,7 +95,7 @@ class Judge:
         return come - sum(p.nbytes for p in self.model.parameters() if same_device(p.device, device))
 
     def _judged(self, texts: Sequence[Sequence[int]], read: Callable) -> list:
-        """Pass token ids through the model."""
+        """Return `read` of each text, computed in batches. It is None for a text that is empty or too long."""
         results, longest = [None] * len(texts), self._positions()
         fitting = [i for i, ids in enumerate(texts) if 0 < len(ids) <= longest]
         if not self.warned and any(len(ids) > longest for ids in texts):

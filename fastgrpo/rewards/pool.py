@@ -52,7 +52,7 @@ DIED = "the process that ran it died"
 TRIES = 2  # a call fails after so many deaths
 TOKEN = 8  # bytes of the token of a process
 STARTS = 5  # the pool gives up after so many deaths in a row during the import
-_REMEDY = "leave --reward_workers and --reward_timeout out to run them in this one"
+_REMEDY = "leave --reward_workers and --reward_timeout out to run them in the trainer's process"
 
 
 class Given(NamedTuple):
@@ -122,7 +122,7 @@ class Pool:
         with self.lock:
             workers, self.workers = self.workers, []
             if workers:
-                with contextlib.suppress(queue.Empty):  # sending to a busy process would hang
+                with contextlib.suppress(queue.Empty):  # else a worker would send one to its busy process, and hang
                     while True:
                         self.jobs.get_nowait().cancel()
                 os.close(self.bell)  # wakes all waiting workers
@@ -247,7 +247,7 @@ class _Worker(threading.Thread):
         self.end = os.pidfd_open(process.pid)
         guard = ["sh", "-c", _RUN_GUARD, "sh", str(process.pid)]
         self.guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
-        # Last: if one of these fails, `here` closes, and the process ends by itself.
+        # Assigned last: if a call above fails, `here` closes, and the process ends by itself.
         self.connection, self.state, self.process = Connection(here.detach()), None, process
         self.token, self.received = os.urandom(TOKEN), bytearray()
 
@@ -278,7 +278,7 @@ def _start_of(functions: Mapping[str, Callable]) -> tuple:
     if _starting:
         raise RuntimeError(
             "this process judges completions, and it runs the script again to find the reward function in it; put "
-            'what makes and starts the trainer under `if __name__ == "__main__":`'
+            'the code that creates and starts the trainer under `if __name__ == "__main__":`'
         )
     for name, function in functions.items():
         try:

@@ -162,7 +162,7 @@ class Jail:
     def run(
         self, letter: bytes, data: bytes, seconds: float | None = None, wait_ready: bool = False, expected: bytes = b""
     ) -> tuple[bytes, bool]:
-        """Run one test."""
+        """Run one test. Return its output, and whether it failed. Raises `Violation` beyond a limit."""
         most = max(self.limits.output, 2 * len(expected))
         self.clean = False  # until the server confirms it
         ends = time.monotonic() + (self.limits.seconds if seconds is None else seconds)
@@ -304,7 +304,7 @@ class Prison:
             self._copy.cleanup()
 
     def _own_tmp(self):
-        """Make the command before bwrap, which itself cannot limit the number of files in /tmp."""
+        """Make the command that starts bwrap. It mounts a tmpfs with a limit on files, which bwrap cannot do itself."""
         tools = {name: shutil.which(name) for name in ("unshare", "mount", "sh")}
         missing = [name for name, path in tools.items() if path is None]
         if missing:

@@ -4,8 +4,8 @@ SymPy may take hours, or gigabytes, for a text such as 9^{9^{9^9}}. So another p
 CPU time per comparison. Wall time does not count: a busy machine changes no verdict. The process forks a child that
 answers requests. A timer kills a child that exceeds the limit, and the process forks the next one.
 
-Protocol: a request is JSON, [answer, expected]. The replies are "u" (the expected answer is unreadable) or "e" (it was
-read), then "t", "f", or "k" (the child was killed).
+Protocol: a request is JSON, [answer, expected]. The reply is "u" (the expected answer cannot be read), or "e" and then
+"t" or "f". If the child is killed, "k" takes the place of the message that is missing.
 """
 
 import atexit

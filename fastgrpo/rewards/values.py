@@ -67,7 +67,7 @@ LOGS = ("log_metric", "log_extra", "log_steps")
 
 
 class Logs:
-    """The logs of one reward function during one call. Later logs are lost."""
+    """The logs of one reward function during one call. Logs after the call are lost."""
 
     def __init__(self, count: int):
         self.count = count

@@ -8,7 +8,7 @@ model does not exist yet.
 
 Optional `PANELS` define curves.png of its runs.
 
-Functions import what needs models themselves: other commands than a training start faster.
+Modules that need models are imported inside functions, so that commands other than training start faster.
 """
 
 import functools

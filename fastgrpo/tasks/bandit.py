@@ -6,7 +6,7 @@ RLHF cannot show: whether a policy that follows a learned reward model gets clos
 1. Supervised training (the warm start) learns to draw tokens as often as they are preferred.
 2. A reward model learns from comparisons of two tokens: P(a preferred to b) = sigmoid(p_a - p_b), the model of Bradley
    and Terry (Biometrika 39, 1952) with the true rewards as scores.
-3. GRPO follows the reward model. `--reward_funcs preferred` rewards the truly preferred token in its place (RLVR).
+3. GRPO follows the reward model. `--reward_funcs preferred` rewards the truly preferred token instead (RLVR).
 
 The true reward of a token is its true preference. Always drawing the preferred token gives 0.699, the maximum. With
 some seeds the reward model is wrong in a context and prefers another token; GRPO then learns this token.
@@ -39,7 +39,7 @@ WIDTH = 64  # of the reward model: its embeddings and its hidden layer
 JUDGE = "reward_model_seed"
 
 _generator = torch.Generator().manual_seed(PREFERENCES_SEED)
-torch.randn(5, 8, generator=_generator)  # as in the tutorial, which draws embeddings of the contexts first
+torch.randn(5, 8, generator=_generator)  # not used: it keeps TRUE, and so the documented figures, the same
 TRUE = torch.softmax(2 * torch.randn(5, 10, generator=_generator), 1)  # [5, 10]
 
 DRAWN = "eval/sampled"

@@ -121,6 +121,6 @@ def examples(seed: int) -> list[dict[str, list]]:
 
 def make_model(seed: int) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Make a 0.2M-parameter Llama over characters, with random weights."""
-    model, tokenizer = character_model(CHARACTERS, seed, positions=192, initializer_range=0.08)  # soon copies
+    model, tokenizer = character_model(CHARACTERS, seed, positions=192, initializer_range=0.08)  # learns to copy sooner
     tokenizer.chat_template = CHAT_TEMPLATE
     return model, tokenizer

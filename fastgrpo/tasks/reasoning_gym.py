@@ -38,7 +38,7 @@ HELD_OUT_SEED, SOLVED_SEED = 3 * 2**30, 2**31  # beyond the seeds of training; N
 CHECKED = 32  # rows that are validated before the first step
 EPOCH = 1000
 FORMAT_REWARD = 0.1
-# Their problems depend on the hash seed of the process: a resumed run would get others.
+# Tasks whose problems depend on the hash seed of the process: a resumed run would get other problems.
 HASHED = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 FUNCTIONS = {
     "exp", "log", "sqrt", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan", "Abs", "Integral",
@@ -184,7 +184,7 @@ def only_computes(text: str) -> bool:
 
 
 def format_reward(prompts: list, completions: list, **columns: Any) -> list[float]:
-    """Return 0.1 for a completion in which each pair of tags that the prompt names appears once, else 0.0."""
+    """Return 0.1 for a completion that ends with the tag pairs of the prompt, in order and once each, else 0.0."""
     asked = [prompt if isinstance(prompt, str) else prompt[0]["content"] for prompt in prompts]
     return [FORMAT_REWARD * _has_tags(*each) for each in zip(asked, map(completion_text, completions), strict=True)]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LONGEST = 4  # boxes
 HUNTS, HELD_OUT = 4000, 400
 HUNTS_SEED = 0  # the same hunts are held out in every run
-TAKEN = 0.6  # share of the warm start's calls that take a box without gold
+TAKEN = 0.6  # probability that an example takes the next box instead of opening it
 CHARACTERS = string.ascii_lowercase + "()"
 WARM_START = {"steps": 300, "batch_size": 32, "learning_rate": 3e-3}
 PANELS = (
@@ -91,7 +91,7 @@ def build(config: PromptConfig, tokenizer: "PreTrainedTokenizerBase | None") -> 
 
 
 def examples(seed: int) -> list[dict[str, list]]:
-    """Write dialogues that open one box after another, and may take one without gold."""
+    """Write dialogues that open one box after another, and often take one without opening it."""
     rng, rows, hunt = random.Random(seed), [], Treasure()
     for boxes in hunts()[HELD_OUT:]:
         hunt.reset(boxes)
@@ -108,6 +108,6 @@ def examples(seed: int) -> list[dict[str, list]]:
 
 def make_model(seed: int) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Make a 0.2M-parameter Llama over characters, with random weights."""
-    model, tokenizer = character_model(CHARACTERS, seed, positions=128, initializer_range=0.08)  # soon copies
+    model, tokenizer = character_model(CHARACTERS, seed, positions=128, initializer_range=0.08)  # learns to copy sooner
     tokenizer.chat_template = CHAT_TEMPLATE
     return model, tokenizer

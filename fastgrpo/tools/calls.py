@@ -21,7 +21,7 @@ from typing import Any
 
 from fastgrpo.data.prompts import copied
 
-BEAT = 1.0  # seconds in which an event loop that no tool blocks does something
+BEAT = 1.0  # seconds; an event loop that runs no task within this time is blocked
 PATIENCE = 0.1  # seconds; a tool is quick while all its answers have taken less
 OWN = ("reset", "get_reward")  # methods of an environment that are not tools
 LONGEST_ANSWER = 32_768  # characters of an answer; the rest is cut off
@@ -38,7 +38,7 @@ class Answer:
 
 
 class _Threads:
-    """Daemon threads that are used again. They grow in number while all are busy."""
+    """A pool of daemon threads. It starts another thread if all are busy."""
 
     def __init__(self):
         self.lock, self.jobs, self.idle = threading.Lock(), queue.SimpleQueue(), 0
@@ -139,12 +139,12 @@ async def _awaited(awaitable):
 
 
 def settled(value: Any) -> Any:
-    """Return a value, or what an awaitable gives."""
+    """Return a value, or the result of an awaitable."""
     return on_loop(value).result() if inspect.isawaitable(value) else value
 
 
 def as_text(result: Any) -> str:
-    """Convert what a tool or a reset returned to text: as str() does, but for bytes and for blocks of text."""
+    """Convert the result of a tool or a reset to text, like str(), except for bytes and blocks of text."""
     if isinstance(result, (bytes, bytearray)):
         text = result.decode(errors="replace")
     elif isinstance(result, list) and result and all(map(_is_text_block, result)):

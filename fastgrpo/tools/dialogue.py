@@ -9,7 +9,7 @@ After each turn the limits are checked in this order; the first that holds ends 
 5. max_turns: it is the last turn that is allowed; its calls are not run.
 6. tool_timeout, env_error, env_done: a call exceeded its time limit, or the environment failed or is done. The calls
    after it are not run, and the answers are not appended.
-7. length: the answers do not fit. They are taken back: neither the tokens nor the messages have them.
+7. length, context: the answers do not fit. They are removed from the messages, and not appended to the tokens.
 
 Otherwise the answers are appended, and the model draws the next turn.
 """
@@ -115,8 +115,8 @@ class Dialogue:
     def _call(self, calls):
         """Run the calls of a turn; return their messages, and why the completion ends, if it does.
 
-        Each call begins when the previous one has its answer. Only async functions that are no methods of the
-        environment run together. The answers have the order of the calls.
+        Calls run one after another, but the next call does not wait for an async function that is not a method of the
+        environment. The answers have the order of the calls.
         """
         box, begun = self.episode.box, []
         for call in calls:

@@ -26,7 +26,7 @@ COLUMN = "environment"  # column of the data set that names the environment, if 
 
 
 def seed_of(*place: int) -> int:
-    """Derive the seed of a reset, from 0 to 2^31 - 1, from (the run's seed, step, request number, completion number).
+    """Derive the seed of a reset, from 0 to 2^31 - 1, from its place: run seed, step, batch, prompt and completion.
 
     So it does not depend on the order of execution.
     """

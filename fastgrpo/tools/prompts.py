@@ -18,9 +18,9 @@ NO_PROMPT = {"prompt": [{"role": "user", "content": ""}]}
 
 
 class Prompts:
-    """The way from rows to the prompts of completions.
+    """Tokenizes the prompts of rows, and starts their completions.
 
-    It raises ValueError if the chat template cannot be used with tools. `stop_token_ids` end a turn, and `max_turns`
+    Raises ValueError if the chat template cannot be used with tools. `stop_token_ids` end a turn, and `max_turns`
     limits the drawn turns of a completion (None does not). The environments are seeded by `seed`.
     """
 
@@ -46,7 +46,7 @@ class Prompts:
         environments: Environments | None,
         stop_token_ids: Sequence[int],
     ) -> "Prompts":
-        """Create it from settings."""
+        """Create an instance from settings."""
         calls = getattr(config, "max_tool_calling_iterations", None)  # supervised training has no tools
         turns = None if calls is None else calls + 1
         return cls(tokenizer, config.template_kwargs, environments, stop_token_ids, turns, config.seed)
@@ -64,8 +64,8 @@ class Prompts:
     def start(self, prompts: Mapping[int, Prompt], count: int, *place: int) -> dict[int, list[Prompt]]:
         """Start `count` completions of each prompt.
 
-        `place` in the run and the numbers of prompt and completion seed the environments. Prompts differ within a group
-        if the resets return different texts.
+        `place` (step, batch) and the numbers of prompt and completion seed the environments. Prompts differ within a
+        group if the resets return different texts.
         """
         if self.environments is None:
             return {i: [prompt] * count for i, prompt in prompts.items()}

@@ -24,9 +24,9 @@ CASES = {
         {"ref_storage": "cpu", "beta": 0.1, "use_peft": True},
         {"sync_ref_model": True, "beta": 0.1, "use_peft": True},
     ],
-    "_four_bits_are_whole": [{"load_in_4bit": True, "use_peft": True, "parallel": "fsdp2"}],
+    "_4bit_weights_are_not_sharded": [{"load_in_4bit": True, "use_peft": True, "parallel": "fsdp2"}],
     "_offloaded_layers_are_recomputed": [{"activation_offloading": True, "gradient_checkpointing": False}],
-    "_a_quantized_reference_rests": [{"sync_ref_model": True, "beta": 0.1, "ref_storage": "nf4"}],
+    "_a_quantized_reference_is_not_synced": [{"sync_ref_model": True, "beta": 0.1, "ref_storage": "nf4"}],
     "_each_reward_is_scaled_by_its_group": [
         {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"},
         {"advantage_baseline": "leave_one_out", "multi_objective_aggregation": "normalize_then_sum"},

@@ -114,7 +114,7 @@ def test_completions_may_lack_what_a_check_needs():
     assert "Each prompt has one completion" in warning
     row = Prompt([], "p", {})
     (warning,) = check(length, [[answer(row, [65], "x" * n) for n in range(1, 10)]]).warnings
-    assert "Longer is better: its rank correlation with the length is 1.00" in warning
+    assert "It prefers long completions: its rank correlation with the length is 1.00" in warning
 
 
 @pytest.mark.parametrize("function, words", [

@@ -39,7 +39,7 @@ def test_ranks_that_lose_another_end_with_a_line_that_says_why(ended, case):
     codes, told = ended(case)
     assert codes == [1, {"hang": None, "die": -9, "fail": 1}[ending], 1], told
     who = "another rank" if name == "sum" else "rank 1"
-    why = r"rank 1 failed: KeyError: 'a bug\nof rank 1'" if ending == "fail" else f"{who} exited or did not join in time"
+    why = r"rank 1 failed: KeyError: 'a bug\nof rank 1'" if ending == "fail" else f"{who} died or did not join in time"
     for rank in (0, 2):
         assert told[rank].splitlines()[-1] == f"rank {rank} stops while it waits for the second in step 3: {why}"
         assert "Traceback" not in told[rank]
@@ -244,7 +244,7 @@ def test_an_error_that_several_ranks_have_is_printed_once(be, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("ending, rank, why", [
     ("fail", "1", "KeyError: 'a bug"), ("die", "1", "Signal 9 (SIGKILL)"),
-    ("hang", "[02]", "rank 1 exited or did not join in time"),
+    ("hang", "[02]", "rank 1 died or did not join in time"),
 ])  # fmt: skip
 def test_torchrun_reports_the_failed_rank_as_the_root_cause(ending, rank, why):
     with start([ROOT / "tests" / "support" / "lost_ranks.py", ending, "gather"], count=3) as job:

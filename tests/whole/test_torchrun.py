@@ -63,7 +63,7 @@ def restarted(folder):
 
 def test_torchrun_restarts_and_resumes_a_run_after_a_rank_died(folder, restarted):
     first, second, told = restarted
-    lost = "rank 0 stops while it waits for the completions that the ranks drew in step 3: rank 1 exited or did not join"
+    lost = "rank 0 stops while it waits for the completions that the ranks drew in step 3: rank 1 died or did not join"
     assert first.splitlines()[-1].startswith(lost), told
     assert f"resuming from {folder / 'killed' / 'checkpoint-'}" in second, told
     assert_same_run(folder / "killed", folder / "whole")

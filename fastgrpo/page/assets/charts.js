@@ -96,7 +96,7 @@ function whereIs(run, step, state) {
 
 /**
  * The moving average over the last lines. A point of a thinned curve stands for the mean of its stretch, the lines
- * since the point before it. Of the oldest stretch only so many lines count as the average reaches back to.
+ * since the point before it. The oldest stretch counts only with those of its lines that are within the window.
  */
 function smoothed({ value, mean, lines: stretches }, lines) {
   const values = mean || value;
@@ -257,7 +257,7 @@ function further(runs, panels) {
 function showCharts({ runs, panels, metrics }) {
   const section = document.getElementById("charts");
   const longest = Math.max(...runs.map((run) => (run.series.reward || run.series.loss || { at: [] }).at.length));
-  // A tenth of a short run is smoothed over, so that the curve ends near the last values.
+  // The window is at most a tenth of the run, so that the smoothed curve ends near the last values.
   const usual = Math.max(...WINDOWS.filter((one) => one <= Math.max(1, Math.min(10, longest / 10))));
   const state = { x: "step", smooth: usual, hidden: new Set(), runs,
     unit: timeUnit(runs), shown: () => runs.filter((run) => !state.hidden.has(run.name)) };

@@ -15,7 +15,7 @@ function element(name, attributes = {}, ...children) {
   return made;
 }
 
-/** A square in the color of a run. The style is set by the script, because the page's policy is for its attributes. */
+/** A square in the color of a run. */
 function swatch(color) {
   const made = element("span", { class: "swatch", "aria-hidden": "true" });
   made.style.background = color;
