@@ -12,6 +12,7 @@ from typing import Any
 from fastgrpo.data.prompts import shortened
 from fastgrpo.data.records import StopReason
 from fastgrpo.data.responses import Parsed, to_call
+from fastgrpo.rewards.guard import Failure
 from fastgrpo.rewards.values import number
 from fastgrpo.tools.calls import ToolBox, public_methods, settled
 from fastgrpo.tools.dialogue import Dialogue
@@ -136,10 +137,9 @@ class _Check:
         return call_async if inspect.iscoroutinefunction(tool) else call
 
     def reward(self, function, dialogue):
-        try:
-            (value,) = function(environments=[dialogue.environment])
-        except Exception as error:
-            self.tell(f"get_reward() fails: {type(error).__name__}: {error}")
+        (value,) = function(environments=[dialogue.environment])
+        if isinstance(value, Failure):
+            self.tell(f"get_reward() fails: {value}")
             return None
         given = None if value is None else number(value)
         if value is not None and given is None:

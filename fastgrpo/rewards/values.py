@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from fastgrpo.config.sections import LARGEST_REWARD
-from fastgrpo.rewards.guard import TIMED_OUT, listed, plain, shown
+from fastgrpo.rewards.guard import TIMED_OUT, Failure, listed, plain, shown
 from fastgrpo.run.metrics import SAMPLE_COLUMNS, is_known
 
 NUMBER = f"a finite number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"  # the values that `number` accepts, in words
@@ -30,19 +30,21 @@ def number(value: Any) -> float | None:
 
 
 def read_verdicts(result: Any, count: int) -> list[Any] | str:
-    """Read the result of a reward function: a number, None, `TIMED_OUT` or a problem (text) per completion.
+    """Read the result of a reward function: a number, None, `TIMED_OUT` or a problem per completion.
 
-    One problem stands for all completions.
+    A problem is text or a `Failure`. One problem stands for all completions.
     """
     values = listed(result, count)
     if values is None:
         return f"returned {shown(result)}, not a list but of type {type(result).__name__}"
     if len(values) != count:
         return f"returned {length(result, values, count)} rewards for {count} completions"
-    return [value if value is None or value is TIMED_OUT else _verdict(i, value) for i, value in enumerate(values)]
+    return [_verdict(i, value) for i, value in enumerate(values)]
 
 
 def _verdict(i, value):
+    if value is None or value is TIMED_OUT or isinstance(value, Failure):
+        return value
     read = number(value)
     return f"returned {shown(plain(value))} for completion {i}, not {NUMBER} or None" if read is None else read
 

@@ -232,7 +232,7 @@ class RolloutEngine(RolloutBackend):
             self.weights.check()
         outputs = self._resume()
         self._admit()
-        if self.running and not self._live():  # every completion waits for a tool
+        if self.running and not self._live() and not outputs:  # every completion waits for a tool
             wait(self._awaited().values(), return_when=FIRST_COMPLETED)
             outputs |= self._resume()
         live = self._live()

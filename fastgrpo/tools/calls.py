@@ -101,8 +101,11 @@ class _Loop:
             with contextlib.suppress(BaseException):  # a task of a tool raised SystemExit, which ends the loop
                 loop.run_forever()
 
-    def renew(self, loop):
-        """Replace the loop if a tool blocks it."""
+    def renew(self):
+        """Replace the loop if a coroutine blocks it, as a call without `await` may."""
+        loop = self.loop
+        if loop is None:
+            return
         beat = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
         blocked = not wait([beat], BEAT).done
         with self.lock:
@@ -111,6 +114,7 @@ class _Loop:
 
 
 _THREADS, _LOOP = _Threads(), _Loop()
+renew_loop = _LOOP.renew  # to be called after a time limit was exceeded
 
 
 def in_thread(function: Callable, *args: Any, worker: Worker | None = None) -> Future:
@@ -118,6 +122,8 @@ def in_thread(function: Callable, *args: Any, worker: Worker | None = None) -> F
     future = Future()
 
     def run():
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             result = function(*args)
         except BaseException as error:
@@ -218,7 +224,7 @@ class Call:
     """A call in another thread, with the interface of a future."""
 
     def __init__(self, box: ToolBox, name: str, arguments: Mapping[str, Any]):
-        self.box, self.began, self.loop, self.answer = box, time.monotonic(), None, None
+        self.box, self.began, self.answer = box, time.monotonic(), None
         tool = box.tools.get(name) if isinstance(name, str) else None
         missing = [] if tool is None or not isinstance(arguments, Mapping) else box.required[name] - arguments.keys()
         if tool is None or missing:
@@ -227,8 +233,7 @@ class Call:
             self.work = Future()
             self.work.set_result((error_text(problem), True))
         elif inspect.iscoroutinefunction(tool):
-            self.loop = _LOOP.get()
-            self.work = asyncio.run_coroutine_threadsafe(_await(tool, arguments), self.loop)
+            self.work = on_loop(_await(tool, arguments))
         else:
             self.work = in_thread(_call, tool, arguments, worker=box.worker if name in box.methods else None)
         self.ended = self.began
@@ -249,9 +254,8 @@ class Call:
             self.box.pace.quick = False
             if not self._ends_within(limit):
                 latency = time.monotonic() - self.began
-                if self.loop is not None:
-                    _LOOP.renew(self.loop)
-                    self.work.cancel()
+                renew_loop()
+                self.work.cancel()
                 return Answer(error_text(f"no answer within {limit:g} seconds"), True, True, latency)
         content, failed = self.work.result()
         return Answer(content, failed, latency_s=self.ended - self.began)

@@ -18,8 +18,8 @@ from typing import Any
 
 from fastgrpo.config.fields import did_you_mean
 from fastgrpo.data.prompts import copied, shortened
-from fastgrpo.rewards.guard import TIMED_OUT
-from fastgrpo.tools.calls import PATIENCE, ToolBox, Worker, as_text, in_thread, on_loop, settled
+from fastgrpo.rewards.guard import TIMED_OUT, attempt
+from fastgrpo.tools.calls import PATIENCE, ToolBox, Worker, as_text, in_thread, on_loop, renew_loop, settled
 
 logger = logging.getLogger(__name__)
 COLUMN = "environment"  # column of the data set that names the environment, if there are several
@@ -103,26 +103,32 @@ class Environments:
         def get_reward(environments, **columns):
             own = [type(one) is kind and not self._failed(one) for one in environments]
             values = [
-                self._result(one, in_thread(one.get_reward, worker=self.workers[id(one)])) if mine else None
+                self._result(one, in_thread(one.get_reward, worker=self.workers[id(one)]), time.monotonic())
+                if mine
+                else None
                 for one, mine in zip(environments, own, strict=True)
             ]
             begun = [on_loop(value) if inspect.isawaitable(value) else value for value in values]
-            pairs = zip(environments, begun, strict=True)
-            return [self._result(one, value) if isinstance(value, Future) else value for one, value in pairs]
+            now, pairs = time.monotonic(), zip(environments, begun, strict=True)
+            return [self._result(one, value, now) if isinstance(value, Future) else value for one, value in pairs]
 
         get_reward.__name__ = kind.__name__
         get_reward.pooled = False  # the instances are in this process
         get_reward.limit = partial(setattr, self, "reward_timeout")
         return get_reward
 
-    def _result(self, environment, future):
-        """Return the reward of a `get_reward`, or `TIMED_OUT`. An instance that exceeds the limit is not used again."""
-        if not wait([future], self.reward_timeout).done:
+    def _result(self, environment, future, began):
+        """Return the reward of a `get_reward`, a `Failure` or `TIMED_OUT`.
+
+        An instance that exceeds the limit is not used again.
+        """
+        if not wait([future], _left(self.reward_timeout, began)).done:
             future.cancel()
+            renew_loop()
             if id(environment) in self.active:
                 self.active[id(environment)].failed = True
             return TIMED_OUT
-        return future.result()
+        return attempt(future.result)
 
     def _failed(self, environment):
         return id(environment) in self.active and self.active[id(environment)].failed
@@ -151,7 +157,7 @@ class Environments:
             if self.factories[name] is None:
                 begun.append((name, messages, None, None, None, 0.0))
                 continue
-            given = self._arguments(name, row, seed)
+            given = copied(self.arguments(row, seed))
             instance = self.idle[name].popleft() if self.idle[name] else None
             worker = Worker() if instance is None else self.workers.pop(id(instance))
             reset = in_thread(self._reset, name, instance, given, worker=worker)
@@ -159,12 +165,15 @@ class Environments:
             wait([reset], PATIENCE)
         return [self._episode(*one) for one in begun]
 
-    def _arguments(self, name, row, seed):
-        """Return the arguments of a reset."""
+    def arguments(self, row: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
+        """Return the arguments of a row's reset, or raise ValueError if it cannot take the row."""
+        name = self.name_of(row)
+        if self.factories[name] is None:
+            return {}
         parameters = self.resets[name].parameters
         every = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
         row = {column: value for column, value in row.items() if not (self.routed and column == COLUMN)}
-        given = {column: copied(value) for column, value in row.items() if every or column in parameters}
+        given = {column: value for column, value in row.items() if every or column in parameters}
         if "seed" in parameters:
             given.setdefault("seed", seed)
         try:
@@ -189,15 +198,17 @@ class Environments:
         """Wait for a reset."""
         if reset is None:
             return Episode(name, None, self.boxes[name], messages)
-        left = None if self.timeout is None else max(began + self.timeout - time.monotonic(), 0)
         try:
-            instance, observed = reset.result(left)
+            instance, observed = reset.result(_left(self.timeout, began))
             messages, problem = _observed(messages, observed), None
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and not reset.done():
                 raise  # from the user, not from the reset
             instance = None  # it still has the state of another completion, or none
-            problem = f"{type(error).__name__}: {error}" if reset.done() else f"no answer within {self.timeout} seconds"
+            problem = f"{type(error).__name__}: {error}"
+            if not reset.done():
+                problem = f"no answer within {self.timeout} seconds"
+                renew_loop()
             if not self.warned:
                 self.warned = True
                 logger.warning("An environment could not be reset (%s). Such completions end with env_error.", problem)
@@ -218,6 +229,11 @@ class Environments:
                 self.workers.pop(id(episode.environment)).close()
             else:
                 self.idle[episode.name].append(episode.environment)
+
+
+def _left(limit, began):
+    """Return the seconds that are left of a time limit (None: no limit)."""
+    return None if limit is None else max(began + limit - time.monotonic(), 0)
 
 
 def _close(workers):

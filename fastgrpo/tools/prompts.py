@@ -59,6 +59,7 @@ class Prompts:
         prompt, columns = checked_row({**row, **NO_PROMPT} if written else row)
         if not isinstance(prompt, list):
             prompt = [{"role": "user", "content": prompt}]
+        self.environments.arguments({"prompt": prompt, **columns})  # the check
         return Prompt(self.builders[self.environments.name_of(row)].prompt(prompt), prompt, columns)
 
     def start(self, prompts: Mapping[int, Prompt], count: int, *place: int) -> dict[int, list[Prompt]]:

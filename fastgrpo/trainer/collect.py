@@ -316,7 +316,9 @@ def with_advantages(
             clip=None if stepped else args.advantage_clip,
         )
     done = [
-        sample.replace(advantage=advantage, masked=args.mask_truncated_completions and sample.truncated)
+        sample.replace(
+            advantage=advantage, token_advantages=None, masked=args.mask_truncated_completions and sample.truncated
+        )
         for sample, advantage in zip(samples, advantages.tolist(), strict=True)
     ]
     return _with_steps(done, stepped, rewards, args, size) if stepped else done

@@ -179,16 +179,12 @@ def test_calls_in_the_formats_of_openai_and_arrow_are_equal():
     assert tokenizer.decode(to_examples(rows[2], tokenizer)[0].ids).startswith('<f{"a": 1}')
 
 
-def test_a_template_that_drops_the_reasoning_is_refused():
+@pytest.mark.parametrize("shown, message", [
+    ("m.content.split('</think>')[-1]", "leaves out 'long' of the answer"),
+    ("messages | length ~ m.content", "cannot be separated; pass them as strings"),
+])  # fmt: skip
+def test_a_template_that_drops_reasoning_or_changes_earlier_turns_is_refused(shown, message):
     tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
-    answer = {"role": "assistant", "content": "<think>long</think>42"}
-    with pytest.raises(ValueError, match="leaves out 'long' of the answer"):
-        to_examples({"messages": [QUESTION, answer]}, tokenizer)
-
-
-def test_a_template_that_rewrites_the_conversation_is_refused():
-    tokenizer = tiny.tokenizer(chat=True)
-    tokenizer.chat_template = "{% for m in messages %}{{ messages | length }}{{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match="cannot be separated; pass them as strings"):
-        to_examples({"messages": [QUESTION, ANSWER]}, tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ " + shown + " }}{% endfor %}"
+    with pytest.raises(ValueError, match=message):
+        to_examples({"messages": [QUESTION, {**ANSWER, "content": "<think>long</think>42"}]}, tokenizer)

@@ -124,6 +124,19 @@ def test_while_tools_are_running_others_decode(monkeypatch):
     assert sorted(finished[:2]) == [2, 3] and sorted(finished[2:]) == [0, 1]
 
 
+def test_a_finished_group_does_not_wait_for_tools_of_others(monkeypatch):
+    monkeypatch.setattr(engine_module, "wait", pytest.fail)
+    for waits in (0, 1):  # the turn of either group may end first
+        engine = RolloutEngine(model_of("llama"))
+        for i in range(2):
+            script = Scripted([[1]], delay=1) if i == waits else Scripted([])
+            sampling = SamplingParams(max_tokens=LIMIT, stop_token_ids=STOPS, seed=3)
+            engine.add_request(PROMPTS[i], 1, sampling, request_id=i, dialogues=[script])
+        while not (finished := engine.step()):
+            pass
+        assert list(finished) == [1 - waits]
+
+
 def test_many_tokens_of_answers_are_appended_in_several_passes(monkeypatch):
     sampling = SamplingParams(max_tokens=LIMIT, stop_token_ids=STOPS, seed=3)
 

@@ -192,11 +192,14 @@ def test_an_environment_has_a_thread_of_its_own():
     assert rewards == [0.0, 2.0, 2.0] and len(environments.workers) == 2
 
 
-class Trouble:
-    def __init__(self):
-        self.calls = 0
+async def sleeps(seconds):
+    time.sleep(seconds)
 
-    def reset(self, how=None):
+
+class Trouble:
+    def reset(self, how):
+        if how in ("blocks", "returns"):
+            return sleeps(30 if how == "blocks" else 0)
         if how == "hangs":
             time.sleep(30)
         if how == "raises":
@@ -206,29 +209,30 @@ class Trouble:
         return 5 if how == "number" else None
 
 
-@pytest.mark.parametrize("how", ["hangs", "raises", "exits", "number"])
+@pytest.mark.parametrize("how", ["blocks", "hangs", "raises", "exits", "number"])
 def test_a_reset_that_fails_is_the_failure_of_one_completion(how, caplog):
     environments = Environments(Trouble, timeout=1)
-    episodes = environments.start([{"how": how}, {}], [0, 0])
+    episodes = environments.start([{"how": how}, {"how": None}], [0, 0])
     assert [episode.failed for episode in episodes] == [True, False]
     assert episodes[0].environment is None and "could not be reset" in caplog.text
     environments.give_back(episodes)
-    assert not environments.start([{}], [0])[0].failed
+    assert not environments.start([{"how": "returns"}], [0])[0].failed  # also after a reset that blocks the event loop
 
 
-def test_a_get_reward_that_hangs_has_the_limit_of_rewards():
+def test_a_get_reward_that_fails_or_hangs_is_the_failure_of_one_completion():
     class Stuck:
-        def reset(self):
-            pass
+        def reset(self, wait):
+            self.wait = wait
 
         async def get_reward(self):
-            await asyncio.sleep(60)
+            await asyncio.sleep(60 / self.wait)
 
     environments = Environments(Stuck)
-    (episode,), (get_reward,) = environments.start([{}], [0]), environments.rewards
+    (broken, episode), (get_reward,) = environments.start([{"wait": 0}, {"wait": 1}], [0, 0]), environments.rewards
+    failure, none = read_verdicts(get_reward([broken.environment, None]), 2)
+    assert isinstance(failure.error, ZeroDivisionError) and none is None and not broken.failed
     get_reward.limit(0.05)
-    assert read_verdicts(get_reward([episode.environment, None]), 2) == [TIMED_OUT, None]
-    assert episode.failed
+    assert read_verdicts(get_reward([episode.environment, None]), 2) == [TIMED_OUT, None] and episode.failed
 
 
 def test_quick_resets_run_in_order_and_slow_ones_together():

@@ -106,7 +106,9 @@ def test_a_token_gets_the_outcome_of_the_other_functions_and_its_steps():
     off = advantages(STEPPED, functions=(right, steps))
     assert all(c.token_advantages is None for c in off)  # and the sums are 1.25 and 0.75
     assert off[0].advantage == pytest.approx(0.25 / (math.sqrt(2) / 4 + EPS))
-    first, second = advantages(STEPPED, weights=(1.0, 0.5), **BOTH)
+    first, second = both = advantages(STEPPED, weights=(1.0, 0.5), **BOTH)
+    again = advantages([c.replace(steps={}) for c in both], **BOTH)
+    assert all(c.token_advantages is None for c in again)
     expected = [outcome - 0.5 / one] * 3 + [outcome], [0.5 / one - outcome, -outcome]
     assert first.token_advantages.tolist() == pytest.approx(expected[0], rel=1e-6)
     assert second.token_advantages.tolist() == pytest.approx(expected[1], rel=1e-6)
