@@ -107,7 +107,7 @@ def test_rejects_a_rollout_func_with_tools_and_tools_without_prompts(tmp_path):
     with pytest.raises(ValueError, match="no column 'prompt'"):
         make_trainer(tmp_path, [{"promt": "a"}], tools=[count]).open()
     needs = type("Needs", (Counter,), {"reset": lambda self, level: None})
-    with pytest.raises(ValueError, match="train_dataset row 1: reset.* cannot take the columns prompt"):
+    with pytest.raises(ValueError, match=r"train_dataset row 1: reset.* cannot take the columns prompt"):
         make_trainer(tmp_path, [{"prompt": "a", "level": 1}, {"prompt": "a"}], environment_factory=needs).open()
     with pytest.raises(ValueError, match="a `prompt` column, and a column `environment`"):  # the rows choose one
         make_trainer(tmp_path, rows=None, environment_factory={"a": Counter, "b": Counter})
