@@ -30,21 +30,18 @@ def make_samples(shapes=SHAPES):
     return [Sample(prompt, ids((n,)).tolist(), 1.0) for prompt, lengths in groups for n in lengths]
 
 
-def in_fp64(model):
-    """The norms too, which transformers computes in fp32: what is left between two forwards is rounding."""
-    for module in model.double().modules():
-        if "RMSNorm" in type(module).__name__:
-            module.forward = partial(rms_norm, module.weight, module.variance_epsilon)
-    return model
-
-
 def rms_norm(weight, epsilon, states):
     return weight * states * (states.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()
 
 
 @cache
 def exact_model(architecture, checkpointing):
-    return in_fp64(tiny.model(architecture, gradient_checkpointing=checkpointing))
+    """In fp64, the norms too, which transformers computes in fp32: what is left between two forwards is rounding."""
+    model = tiny.model(architecture, gradient_checkpointing=checkpointing).double()
+    for module in model.modules():
+        if "RMSNorm" in type(module).__name__:
+            module.forward = partial(rms_norm, module.weight, module.variance_epsilon)
+    return model
 
 
 def alone(model, samples, mixed):

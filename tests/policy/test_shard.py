@@ -11,7 +11,6 @@ import sys
 import tempfile
 import traceback
 import warnings
-import weakref
 from pathlib import Path
 
 import pytest
@@ -255,13 +254,11 @@ def weights_lie_in_memory_during_a_phase_alone(ranks):
     assert taken() < size / 100
     with sharded.gather() as weights:
         assert taken() == size
-        held = weakref.ref(weights[0].untyped_storage())
         if ranks.rank == 0:  # the engine of one rank alone: nothing is sent
             with copy.gather() as inner:
                 assert [w.data_ptr() for w in inner] == [w.data_ptr() for w in weights]
         assert taken() == size
-        del weights
-    assert taken() < size / 100 and held is not None
+    assert taken() < size / 100
     embedding = copy.module.get_input_embeddings().weight
     assert embedding.shape == (64, 32) and embedding.isnan().all()
 

@@ -240,20 +240,15 @@ def test_lanes_that_grow_draw_the_same_completions(driver, grown, on_gpu):
     assert [*map(ids_of, finish(engine).values())] == [*map(ids_of, finish(plain).values())] and engine.geometry.pages
 
 
-def begin(engine, limits):
-    """Start groups with these limits, after a short one: lanes grow."""
-    engine.generate([[5]], len(limits), SamplingParams(max_tokens=8, seed=1))
-    for i in range(5):
-        engine.add_request(LONG[i], len(limits), SamplingParams(seed=1), request_id=i, max_tokens=limits)
-
-
 @pytest.mark.parametrize("limits, pages, steps", [([160, 65, 65, 65], 61, 1), ([160] * 4, 80, 50)])
 def test_preempted_groups_finish(driver, grown, monkeypatch, limits, pages, steps):
     model = tiny.model()
     engine, plain = grown(model, pages, max_num_seqs=19), RolloutEngine(model)
     engine.mapped = None  # does not sleep
     for each in (engine, plain):
-        begin(each, limits)
+        each.generate([[5]], len(limits), SamplingParams(max_tokens=8, seed=1))  # a short one first: lanes grow
+        for i in range(5):
+            each.add_request(LONG[i], len(limits), SamplingParams(seed=1), request_id=i, max_tokens=limits)
     with monkeypatch.context() as patch, pytest.raises(TypeError):
         patch.setattr(engine_module, "sample", None)
         engine.step()

@@ -22,6 +22,7 @@ from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.rollout.vllm import VLLMBackend
 
 LIMIT, STOPS = 30, tuple(range(0, 64, 5))
+SEEDED = SamplingParams(max_tokens=LIMIT, stop_token_ids=STOPS, seed=3)
 model_of = cache(tiny.model)
 
 
@@ -112,11 +113,10 @@ def test_answers_follow_their_turns_and_only_drawn_tokens_have_log_probs(monkeyp
 
 
 def test_while_tools_are_running_others_decode(monkeypatch):
-    sampling = SamplingParams(max_tokens=LIMIT, stop_token_ids=STOPS, seed=3)
     engine = RolloutEngine(model_of("llama"), max_num_seqs=2)
     scripts = [[Scripted([[1, 2]], delay=10**9)] for _ in range(2)] + [[Scripted([])] for _ in range(2)]
     for i, group in enumerate(scripts):
-        engine.add_request(PROMPTS[i], 1, sampling, request_id=i, dialogues=group)
+        engine.add_request(PROMPTS[i], 1, SEEDED, request_id=i, dialogues=group)
     monkeypatch.setattr(engine_module, "wait", lambda *_, **__: [s.tick(10**9) for group in scripts for s in group])
     finished = []
     while engine.has_unfinished_requests():
@@ -130,19 +130,16 @@ def test_a_finished_group_does_not_wait_for_tools_of_others(monkeypatch):
         engine = RolloutEngine(model_of("llama"))
         for i in range(2):
             script = Scripted([[1]], delay=1) if i == waits else Scripted([])
-            sampling = SamplingParams(max_tokens=LIMIT, stop_token_ids=STOPS, seed=3)
-            engine.add_request(PROMPTS[i], 1, sampling, request_id=i, dialogues=[script])
+            engine.add_request(PROMPTS[i], 1, SEEDED, request_id=i, dialogues=[script])
         while not (finished := engine.step()):
             pass
         assert list(finished) == [1 - waits]
 
 
 def test_many_tokens_of_answers_are_appended_in_several_passes(monkeypatch):
-    sampling = SamplingParams(max_tokens=LIMIT, stop_token_ids=STOPS, seed=3)
-
     def drawn():
         scripts = [[Scripted([[1, 2, 3, 4]], delay=1) for _ in range(2)] for _ in PROMPTS]
-        return rollouts_of(RolloutEngine(model_of("llama")), scripts, sampling, monkeypatch)
+        return rollouts_of(RolloutEngine(model_of("llama")), scripts, SEEDED, monkeypatch)
 
     at_once, passes, append = drawn(), [], RolloutEngine._append
     monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 9)
@@ -154,7 +151,6 @@ def test_many_tokens_of_answers_are_appended_in_several_passes(monkeypatch):
 
 
 def test_tokens_that_were_drawn_in_vain_are_counted_without_answers(monkeypatch):
-    sampling = SamplingParams(max_tokens=LIMIT, stop_token_ids=STOPS, seed=3)
     ended, waits, wanted = Scripted([]), Scripted([[1, 2, 3], [4]], delay=1), Scripted([[6]], delay=2)
 
     def tick(*_, **__):
@@ -167,7 +163,7 @@ def test_tokens_that_were_drawn_in_vain_are_counted_without_answers(monkeypatch)
         0: [Prompt(PROMPTS[0], "", dialogue=ended), Prompt(PROMPTS[1], "", dialogue=waits)],
         1: [Prompt(PROMPTS[2], "", dialogue=wanted)],
     }
-    done, lost = first_groups(RolloutEngine(model_of("llama")), groups, sampling, 1)
+    done, lost = first_groups(RolloutEngine(model_of("llama")), groups, SEEDED, 1)
     assert list(done) == [1] and len(waits.turns) == 2
     assert ended.closed == [StopReason.STOP] and waits.closed == [StopReason.ABORTED]
     assert lost == sum(map(len, ended.turns + waits.turns))

@@ -98,10 +98,7 @@ def test_a_reset_adds_to_the_last_user_message(says, content):
     (episode,) = Environments(Counter).start([{"prompt": prompt, "says": says}], [0])
     assert episode.messages == [prompt[0], {"role": "user", "content": content}, prompt[2]]
     assert prompt[1] == USER[0]
-
-
-def test_a_reset_may_write_the_whole_prompt():
-    (episode,) = Environments(Counter).start([{"says": "all"}], [0])
+    (episode,) = Environments(Counter).start([{"says": "all"}], [0])  # a row without a prompt
     assert episode.messages == [{"role": "user", "content": "all"}]
 
 

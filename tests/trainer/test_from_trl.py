@@ -63,16 +63,11 @@ def test_warns_about_rows_without_any_reward_which_teach_nothing(tmp_path, caplo
     assert caplog.text.count("All reward functions returned None for the following kwargs:") == 1
 
 
-def test_has_the_attributes_that_scripts_read(tmp_path):
-    trainer = script(tmp_path, entropy_coef=0.1, dataloader_num_workers=2, max_steps=1)
+def test_has_the_attributes_and_metric_names_that_scripts_read(tmp_path):
+    trainer = script(tmp_path, length, beta=0.1, entropy_coef=0.1, dataloader_num_workers=2, max_steps=1)
     assert trainer.args.dataloader_num_workers == 0 and trainer.args.accelerator_config.dispatch_batches is False
     trainer.train()
     assert trainer.entropy_coef == trainer.state.log_history[0]["entropy_coef"] == 0.1
-
-
-def test_metric_names_equal_trls(tmp_path):
-    trainer = script(tmp_path, length, beta=0.1, max_steps=1)
-    trainer.train()
     names = """loss grad_norm learning_rate reward reward_std rewards/length/mean rewards/length/std kl entropy epoch
         step frac_reward_zero_std completions/mean_length completions/min_length completions/max_length num_tokens
         step_time completions/clipped_ratio clip_ratio/low_mean clip_ratio/high_mean clip_ratio/region_mean"""

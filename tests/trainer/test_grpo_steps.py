@@ -16,9 +16,7 @@ from fastgrpo.policy.model import Policy
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
-LOSSES = {
-    "grpo": {}, "dr_grpo": {"max_completion_length": 9}, "cispo": {"epsilon_high": 1.01}, "sapo": {},
-}  # fmt: skip
+LOSSES = {"grpo": {}, "dr_grpo": {"max_completion_length": 9}, "cispo": {"epsilon_high": 1.01}, "sapo": {}}
 
 
 def stepped_samples():

@@ -324,8 +324,6 @@ def test_a_trainer_prints_its_plan_where_memory_is_limited(tmp_path, monkeypatch
     trainer = make_trainer(tmp_path, gradient_checkpointing="auto")
     assert not trainer.policy.offloads
     assert "of 1024.00 GiB" in capsys.readouterr().out and not trainer.model.is_gradient_checkpointing
-    assert (
-        trainer.engine.reserved()
-        == trainer.optimizer.bytes_to_come(trainer.policy.device, False) + trainer.plan.passing
-    )
+    to_come = trainer.optimizer.bytes_to_come(trainer.policy.device, False)
+    assert trainer.engine.reserved() == to_come + trainer.plan.passing
     assert trainer.about()["config"]["gradient_checkpointing"] == "auto"  # the choice is made anew where a run resumes

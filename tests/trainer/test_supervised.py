@@ -10,6 +10,7 @@ import tiny
 import torch
 from resumed import assert_same_run
 from runs import lines, logps_of
+from runs import make_trainer as make_grpo
 from updates import before_each_step, make_update
 
 from fastgrpo import SFTConfig, SFTTrainer, linear_grpo_loss
@@ -131,8 +132,6 @@ def test_adapters_are_trained_and_merged(tmp_path):
 
 
 def test_a_checkpoint_of_another_command_is_refused(tmp_path):
-    from runs import make_trainer as make_grpo
-
     make_trainer(tmp_path, max_steps=1).train()
     with pytest.raises(ValueError, match=r"checkpoint-1 was written by python -m fastgrpo.sft"):
         make_grpo(tmp_path, resume_from_checkpoint="auto")

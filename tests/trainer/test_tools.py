@@ -1,6 +1,5 @@
 """Training with tools, on a random model whose turns a test parses: calls, answers, rewards, and what is learned."""
 
-import json
 import math
 import pickle
 from types import SimpleNamespace
@@ -8,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from runs import logps_of
+from runs import lines, logps_of
 from tool_runs import ENDS, ROWS, Counter, CountingBuilder, count, make_trainer
 from updates import before_each_step, make_update
 
@@ -30,10 +29,8 @@ def parsed(monkeypatch):
 def test_a_run_with_tools(tmp_path, backend, how):
     trainer = make_trainer(tmp_path, rollout_backend=backend, **how)
     trainer.train()
-    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    assert any(row["calls"] for row in rows)
-    metrics = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert min(line["tools/call_frequency"] for line in metrics if "tools/call_frequency" in line) > 0
+    assert any(row["calls"] for row in lines(tmp_path / "run", "samples.jsonl"))
+    assert min(row["tools/call_frequency"] for row in lines(tmp_path / "run") if "tools/call_frequency" in row) > 0
 
 
 @pytest.mark.parametrize("share_prompt", [True, False])
@@ -78,7 +75,7 @@ def won(won, **_):
 
 def test_a_run_with_a_rollout_func(tmp_path):
     make_trainer(tmp_path, reward=won, rollout_func=rollouts, max_steps=1).train()
-    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    rows = lines(tmp_path / "run", "samples.jsonl")
     assert [row["finish_reason"] for row in rows] == ["stop", "length"] * 4
     assert [row["rewards"]["won"] for row in rows] == [0, 1, 2, 3] * 2
     assert all(row["tokens"] == 3 and row["logps"] == [-1, -2, -3] for row in rows)
