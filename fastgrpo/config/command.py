@@ -330,19 +330,25 @@ def _meant(unknown, names):
 
 def _spelled_out(argv, record):
     """Write booleans as tyro does: --quiet, --quiet=true and --quiet yes are --quiet True."""
-    kinds, spelled = hints(record).items(), []
-    flags = {f"--{name}" for name, kind in kinds if any(one is bool or one is True for one in (kind, *get_args(kind)))}
+    spelled, flags = [], set()  # names of booleans, with hyphens
+    for name, kind in hints(record).items():
+        if any(one is bool or one is True for one in (kind, *get_args(kind))):
+            flags.add(f"--{name}".replace("_", "-"))
+
+    def is_flag(text):
+        return text.replace("_", "-") in flags
+
     for argument in argv:
-        if spelled and spelled[-1] in flags and argument.startswith("--"):
+        if spelled and is_flag(spelled[-1]) and argument.startswith("--"):
             spelled.append("True")
         name, equals, value = argument.partition("=")
-        if name in flags and equals:
+        if is_flag(name) and equals:
             spelled += [name, BOOLEANS.get(value.lower(), value)]
-        elif spelled and spelled[-1] in flags:
+        elif spelled and is_flag(spelled[-1]):
             spelled.append(BOOLEANS.get(argument.lower(), argument))
         else:
             spelled.append(argument)
-    return [*spelled, "True"] if spelled and spelled[-1] in flags else spelled
+    return [*spelled, "True"] if spelled and is_flag(spelled[-1]) else spelled
 
 
 def _renamed(argument, aliases):

@@ -115,25 +115,32 @@ def _tokenized(prompt, tokenizer, template_kwargs):
 
 def _rendered(messages, tokenizer, how):
     """Apply the chat template. Most templates expect the arguments of tool calls as dicts, others as JSON text."""
-    calls = [[_call(call) for call in message.get("tool_calls") or ()] for message in messages]
+    # Tables give every message the keys of all, and some templates only test whether a message has tool_calls.
+    messages = [{k: v for k, v in m.items() if k == "content" or v not in (None, [])} for m in messages]
+    calls = [message.get("tool_calls") for message in messages]
     if not any(calls):
         return tokenizer.apply_chat_template(messages, **how)
-    parsed = [{**m, "tool_calls": own} if own else m for m, own in zip(messages, calls, strict=True)]
+
+    def written(as_text):
+        pairs = zip(messages, calls, strict=True)
+        return [{**m, "tool_calls": [_call(call, as_text) for call in own]} if own else m for m, own in pairs]
+
     try:
-        return tokenizer.apply_chat_template(parsed, **how)
+        return tokenizer.apply_chat_template(written(as_text=False), **how)
     except Exception:
-        return tokenizer.apply_chat_template(messages, **how)
+        return tokenizer.apply_chat_template(written(as_text=True), **how)
 
 
-def _call(call):
-    """Return a tool call with its arguments as a dict."""
+def _call(call, as_text):
+    """Return a tool call with its arguments as a dict, or as JSON text."""
     if isinstance(call.get("function"), dict):
-        return {**call, "function": _call(call["function"])}
+        return {**call, "function": _call(call["function"], as_text)}
     arguments = call.get("arguments")
     if isinstance(arguments, dict):
-        return {**call, "arguments": _without_none(arguments)}
+        arguments = _without_none(arguments)
+        return {**call, "arguments": json.dumps(arguments, ensure_ascii=False) if as_text else arguments}
     with contextlib.suppress(ValueError, TypeError):  # other values stay as they are
-        if isinstance(parsed := json.loads(arguments), dict):
+        if not as_text and isinstance(parsed := json.loads(arguments), dict):
             return {**call, "arguments": parsed}
     return call
 

@@ -319,7 +319,7 @@ class TrainerState:
         accuracy_after: Held-out accuracy of the last evaluation, or None.
         best_metric: The best value of metric_for_best_model so far, or None.
         best_global_step: The step at which it was measured, or None.
-        best_model_checkpoint: The path of the checkpoint of that step, or None.
+        best_model_checkpoint: The path of the best checkpoint, or None. Other steps may have had a better value.
         stateful_callbacks: State of callbacks, by the name of their class.
         log_history: The logged metrics, one dict per line. A copy of the state has a new list of the same dicts.
         logging_steps: Steps between two lines.

@@ -75,6 +75,8 @@ class _Watched:
             self.seconds = self.clock() - started
             self.changed |= {name for name, values in before.items() if given[name] != values}
             for value in values or ():
+                if isinstance(value, Failure):
+                    self.raised = self.raised or str(value)
                 read = plain(value)
                 self.nan |= isinstance(read, float) and math.isnan(read)
             return result if values is None else values

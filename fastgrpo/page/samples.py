@@ -159,13 +159,13 @@ def _edges(values):
     places = [(value - low) / gap for value in values] if high - low < 1e15 else [BINS]
     on_grid = places[-1] < BINS and all(abs(place - round(place)) < 1e-6 for place in places)
     if on_grid:  # such as 0 and 1: each value is in the middle of its own bin
-        return [short(low + (i - 0.5) * gap, 7) for i in range(round(places[-1]) + 2)]
+        return [short(low + (i - 0.5) * gap, 12) for i in range(round(places[-1]) + 2)]
     width = high / BINS - low / BINS
-    return [short(low + i * width, 7) for i in range(BINS)] + [short(high + width / 1e6, 7)]
+    return [short(low + i * width, 12) for i in range(BINS)] + [short(high + width / 1e6, 12)]
 
 
 def _count(values, edges):
-    counts, width = [0] * (len(edges) - 1), edges[1] - edges[0]
+    counts, width = [0] * (len(edges) - 1), edges[1] - edges[0] or 1.0  # edges may round to the same number
     for value in values:
         counts[min(max(int(value / width - edges[0] / width), 0), len(counts) - 1)] += 1
     return counts

@@ -17,6 +17,7 @@ import httpx
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 
 from fastgrpo.data.prompts import RESERVED
+from fastgrpo.rewards.guard import Failure
 from fastgrpo.rewards.values import json_number, read_verdicts
 
 API_KEY = "FASTGRPO_REWARD_API_KEY"  # the environment variable of a secret that requests carry
@@ -90,11 +91,11 @@ class HttpScorer:
         """Set the limit of a request in seconds. None means the limit of the constructor."""
         self.timeout = self.own_timeout if seconds is None else seconds
 
-    async def __call__(self, prompts: Sequence, completions: Sequence, **columns: Any) -> list[float | None]:
-        """Return the server's reward of each completion, or None.
+    async def __call__(self, prompts: Sequence, completions: Sequence, **columns: Any) -> list[float | Failure | None]:
+        """Return the server's reward of each completion, None, or the `Failure` of its request.
 
-        Sends the other columns of the rows too. Raises ValueError if a column is not JSON or the response cannot be
-        read, and ConnectionError if the server does not respond.
+        Sends the other columns of the rows too. Raises ValueError if a column is not JSON. A request fails with
+        ValueError if the response cannot be read, and with ConnectionError if the server does not respond.
         """
         sent = {name: values for name, values in columns.items() if name not in RESERVED}
         sent |= {"prompts": prompts, "completions": completions}
@@ -107,9 +108,12 @@ class HttpScorer:
         options = {"timeout": self.timeout, "headers": _headers(), "trust_env": not self.local}
         async with httpx.AsyncClient(follow_redirects=False, **options) as client:
 
-            async def ask(body: bytes, count: int) -> list[float | None]:
+            async def ask(body: bytes, count: int) -> list[float | Failure | None]:
                 async with limit:
-                    return self._read(*await self._post(client, body), count)
+                    try:
+                        return self._read(*await self._post(client, body), count)
+                    except (ValueError, ConnectionError) as error:  # other requests may succeed
+                        return [Failure(error)] * count
 
             async with asyncio.TaskGroup() as tasks:
                 asked = [tasks.create_task(ask(body, count)) for body, count in zip(bodies, counts, strict=True)]

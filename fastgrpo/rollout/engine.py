@@ -44,7 +44,7 @@ from fastgrpo.rollout.attention import (
     make_provider,
 )
 from fastgrpo.rollout.backend import RolloutBackend
-from fastgrpo.rollout.graph import Graphs, recordable
+from fastgrpo.rollout.graph import MAX_GRAPHS, Graphs, recordable
 from fastgrpo.rollout.lanes import Group, Lanes, Running
 from fastgrpo.rollout.mapped import Mapped, works
 from fastgrpo.rollout.sampling import sample, sample_penalized, uniforms
@@ -347,6 +347,9 @@ class RolloutEngine(RolloutBackend):
         policy, sampling = self.policy, self.waiting[0].sampling
         shape = policy.shape
         self.sampling = sampling
+        if len(self.stops) == MAX_GRAPHS:  # graphs read these tensors
+            self.graphs.clear()
+            self.stops.clear()
         self.stop_ids = self.stops.setdefault(sampling.stop_token_ids, self._tensor(sampling.stop_token_ids))
         requests = [(len(request.prompt_ids), request.limits) for request in self.waiting]
         copied = copied_tokens(requests, self.max_num_seqs)
@@ -375,9 +378,9 @@ class RolloutEngine(RolloutBackend):
                 self.slots.pages.most = new.pages
             return
         self._free_slots()  # before the new ones are made
-        self.geometry, self.provider = new, provider
-        self.slots = Slots(new, policy.device, provider.memory_order, self.mapped, self.growth, limits[1])
-        self.lanes = Lanes(new.lanes, new.capacity, policy.device)
+        slots = Slots(new, policy.device, provider.memory_order, self.mapped, self.growth, limits[1])
+        lanes = Lanes(new.lanes, new.capacity, policy.device)
+        self.geometry, self.provider, self.slots, self.lanes = new, provider, slots, lanes  # if memory sufficed
 
     def _more_lanes(self, new, fits, requests, most, token_bytes, budget):
         """Return a geometry with more than `fits` lanes, which grow, if the lengths drawn so far allow it, or `new`."""

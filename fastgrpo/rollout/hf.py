@@ -1,5 +1,6 @@
 """The slow backend: transformers' `generate`, for models that the engine does not support, and for comparisons."""
 
+import math
 import random
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -158,6 +159,13 @@ class HFBackend(RolloutBackend):
 
     def _generate(self, lanes, turn):
         """Draw one turn of each lane."""
+        # `generate` draws as many tokens for all lanes: those that would exceed the context are a batch of their own.
+        most, context = max(lane.left for lane in lanes), self.policy.context or math.inf
+        fits = [len(lane.request.prompt_ids) + len(lane.ids) + most <= context for lane in lanes]
+        if any(fits) and not all(fits):
+            for which in (True, False):
+                self._generate([lane for lane, fit in zip(lanes, fits, strict=True) if fit is which], turn)
+            return
         sampling, device = lanes[0].request.sampling, self.policy.device
         before = [lane.request.prompt_ids + lane.ids for lane in lanes]
         longest = max(map(len, before))
@@ -180,7 +188,7 @@ class HFBackend(RolloutBackend):
                 ids.to(device),
                 attention_mask=mask.to(device),
                 generation_config=GenerationConfig(
-                    max_new_tokens=max(lane.left for lane in lanes),
+                    max_new_tokens=most,
                     eos_token_id=list(sampling.stop_token_ids) or None,
                     pad_token_id=0,
                     **settings,

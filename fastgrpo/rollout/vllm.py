@@ -83,6 +83,7 @@ class Server:
     loading: bool = False  # whether it is loading weights, and gets no requests
     paused: bool = False  # whether it draws nothing while it loads
     problem: str | None = "not tried"  # why it gets no requests
+    reported: bool = False  # whether a warning said that it is left out
     send: Callable[[], None] | None = None  # sends the weights over NCCL
     tokens: list[str] = field(default_factory=list)  # the counters of its tokens, as last read
     asked: float = 0.0  # when the counters were last requested
@@ -414,9 +415,9 @@ class VLLMBackend(RolloutBackend):
         return info
 
     def _leave_out(self, server, error):
-        if server.problem is None:
+        if not server.reported:
             logger.warning("the vLLM server %s is left out: %s", server.url, error)
-        server.problem, server.version = str(error), None
+        server.problem, server.version, server.reported = str(error), None, True
 
     async def _until(self, condition):
         """Wait until a condition of the servers holds; `changed` is set when one of them has changed."""
@@ -559,7 +560,7 @@ class VLLMBackend(RolloutBackend):
             if server.version != self.version:
                 server.loading = True
                 await self._replace_weights(server)
-            server.version, server.problem = self.version, None
+            server.version, server.problem, server.reported = self.version, None, False
         except Exception as error:
             self._leave_out(server, error)
             raise
@@ -583,7 +584,7 @@ class VLLMBackend(RolloutBackend):
         server.paused = pausing
         try:
             if pausing:
-                await server.call("POST", "/pause?mode=keep")
+                await server.call("POST", "/pause?mode=keep", self.timeout)
             if self.nccl:
                 await self._send_weights(server)
             else:

@@ -300,6 +300,8 @@ class Server:
         self._check_scored(body, scored, body.stream and (scored or body.echo))
         choices = [choice for job in jobs for choice in self._choices(job, body)]
         texts = TokenTexts(self.tokenizer, body.return_tokens_as_token_ids)
+        if body.stream and not body.max_tokens:
+            raise ValueError("max_tokens=0 is not available in a stream; set stream to false")
         if body.stream:
             return self._stream(request, jobs, choices, body, functools.partial(self._completion_chunk, body, texts),
                                 "text_completion")  # fmt: skip

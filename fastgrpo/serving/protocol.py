@@ -266,8 +266,9 @@ class Choice:
             end, self.matched = min(found)
             self.text, self.reason = self._decoded[:end], "stop"
             return
-        held = [n for stop in self._stops for n in range(1, len(stop)) if self._decoded.endswith(stop[:n])]
-        self.text = self._decoded[: len(self._decoded) - max(held, default=0)]
+        new = self._decoded[len(self.text) :]  # an earlier beginning of a stop string would have been held back before
+        lengths = ((n, stop) for stop in self._stops for n in range(1, min(len(stop), len(new) + 1)))
+        self.text = self._decoded[: len(self._decoded) - max((n for n, s in lengths if new.endswith(s[:n])), default=0)]
 
     def _end(self, reason):
         self.reason = "abort" if reason == StopReason.ABORTED else str(reason)

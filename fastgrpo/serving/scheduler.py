@@ -185,7 +185,7 @@ class Scheduler:
         try:
             while not self._closed:
                 frozen = self.paused == "keep"
-                busy = self._running or self._scoring or (self._waiting and self.paused is None)
+                busy = self._running or self._scoring or self._drained or (self._waiting and self.paused is None)
                 self.turn(wait=frozen or not busy)
             reason = "the server is shutting down"
         finally:
@@ -266,7 +266,10 @@ class Scheduler:
                 self.counts["generation_tokens"] += len(sample.ids)
             ended = [(each.ids[job.seen :], each.sampler_logps[job.seen :], each.finish_reason) for each in samples]
             self._deliver(job, ended)
-        self._hand_over({request_id: job.seen for request_id, job in self._running.items() if job.watched})
+        try:
+            self._hand_over({request_id: job.seen for request_id, job in self._running.items() if job.watched})
+        except Exception as error:
+            self._fail(error)
 
     def _hand_over(self, seen):
         """Deliver the further tokens of running requests."""

@@ -9,7 +9,7 @@ With several ranks, every rank calls its callbacks. A flag set on one rank appli
 import dataclasses
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,10 +151,10 @@ class Callbacks:
         if best is None or (value > best if self.args.greater_is_better else value < best):
             state.best_metric, state.best_global_step = value, state.global_step
 
-    def note_saved(self) -> None:
-        """Record this step's checkpoint as the best one, if the best value was measured at this step."""
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = f"{self.args.output_dir}/checkpoint-{self.state.global_step}"
+    def note_saved(self, best: Mapping[str, Any] | None) -> None:
+        """Record the path of the best checkpoint, if there is one."""
+        if best is not None:
+            self.state.best_model_checkpoint = f"{self.args.output_dir}/checkpoint-{best['step']}"
 
     def export(self) -> dict[str, Any]:
         """Return the state of stateful callbacks and the flags, for a checkpoint."""
@@ -181,9 +181,6 @@ class Callbacks:
             if states:
                 for name, value in states.pop(0)["attributes"].items():
                     setattr(callback, name, value)
-        best = Path(self.args.output_dir) / f"checkpoint-{self.state.best_global_step}"
-        if best.is_dir():
-            self.state.best_model_checkpoint = str(best)
 
     def _stateful(self) -> Iterable[Any]:
         return [callback for callback in self.handler.callbacks if isinstance(callback, ExportableState)]

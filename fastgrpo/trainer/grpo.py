@@ -434,6 +434,7 @@ class GRPOTrainer:
         if self.ranks.lead:
             set_aside(log.folder, self.state.global_step, log.say)
         self.callbacks.restore(self.checkpoints.same)
+        self.callbacks.note_saved(self.checkpoints.best)
         self.restored = self.state.global_step, GlobalRNG().state_dict()
 
     def parts(self) -> dict[str, Stateful]:
@@ -519,7 +520,10 @@ class GRPOTrainer:
             step, stopping = self.state.global_step, self._stopping(stop)
             last = step >= self.state.max_steps or callbacks.control.should_training_stop
             if last and not stopping:
-                log.flush()
+                if (line := log.flush()) is not None:  # of the steps before an evaluation that ended the run
+                    callbacks.call("on_log", logs=line)
+                if epoch is not None:
+                    callbacks.call("on_epoch_end")
             if stopping or self.checkpoints.due(step, last) or callbacks.control.should_save:
                 self._save(step)
             if stopping:
@@ -738,7 +742,7 @@ class GRPOTrainer:
     def _save(self, step):
         """Save a checkpoint, and wait for it if a callback has an on_save."""
         self.checkpoints.save(step, self._snapshot)
-        self.callbacks.note_saved()
+        self.callbacks.note_saved(self.checkpoints.best)
         if self.callbacks.any_handles("on_save"):
             self.checkpoints.wait()
         self.callbacks.call("on_save")

@@ -85,12 +85,12 @@ class MasterAdamW:
         """Clear all gradients. Within the context, add gradients of parameters below fp32 to those of their masters.
 
         If something else, such as another trainer of the model, has changed a parameter since the last update, its
-        master takes the new values.
+        master takes the new values. A parameter that was changed and changed back keeps its exact master.
         """
         with torch.no_grad():
             for (parameter, master), version in zip(self.pairs, self.versions, strict=True):
                 parameter.grad = None
-                if parameter._version != version:
+                if parameter._version != version and not torch.equal(parameter, master.to(parameter.dtype)):
                     master.copy_(parameter)
         for master in self.masters:
             master.grad = None
@@ -292,7 +292,7 @@ def make_schedule(
     except (ValueError, TypeError) as error:
         given = f" with lr_scheduler_kwargs {further}" if further else ""
         raise ValueError(f"lr_scheduler_type {name!r} cannot be used{given}: {error}") from None
-    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+    if not isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):  # such as reduce_lr_on_plateau
         raise ValueError(
             f"lr_scheduler_type {name!r} depends on a metric, not on the steps; use another schedule, such as cosine"
         )

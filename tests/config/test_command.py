@@ -40,6 +40,7 @@ def test_a_boolean_without_a_value_is_true():
     assert not parse(["--quiet", "False"]).quiet and not parse(["--quiet=false"]).quiet
     assert parse(["--gradient_checkpointing"]).gradient_checkpointing is True
     assert parse(["--use_liger_kernel", "0"]).use_liger_kernel is False
+    assert parse(["--trust-remote-code", "--beta", "0"]).trust_remote_code
     assert parse(["--quiet", "yes"]).quiet and not parse(["--quiet", "0", "--beta", "1"]).quiet
     assert not parse(["--quiet", "--quiet", "False"]).quiet  # the last one counts, as a sweep relies on
 

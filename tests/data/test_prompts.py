@@ -85,6 +85,7 @@ def test_reads_rows_that_trl_reads():
     chat = tiny.tokenizer(chat=True)
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
     asked = {"role": "user", "content": "hi", "weight": 1, "tool_calls": None}
+    chat.chat_template += "{% for m in messages if m.role == 'user' and 'tool_calls' in m %}{{ 1 / 0 }}{% endfor %}"
     messages = [{"role": "system", "content": ""}, asked, call, {"role": "tool", "name": "f", "content": "3"}]
     prompt = to_prompt({"prompt": messages}, chat)
     assert chat.decode(prompt.ids) == "<system>\n<user>hi\n<assistant>None\n<tool>3\n<assistant>"
@@ -167,7 +168,8 @@ def test_calls_in_the_formats_of_openai_and_arrow_are_equal():
     assert others == [first, first] and '"a": null' in tokenizer.decode(null[0].ids)
     as_text = "'f' + m.tool_calls[0].function.arguments"  # as DeepSeek's template joins texts
     tokenizer.chat_template = tokenizer.chat_template.replace("m.tool_calls | tojson", as_text)
-    assert tokenizer.decode(to_examples(rows[2], tokenizer)[0].ids).startswith('<f{"a": 1}')
+    for row in rows[:3]:
+        assert tokenizer.decode(to_examples(row, tokenizer)[0].ids).startswith('<f{"a": 1}')
 
 
 @pytest.mark.parametrize("shown, message", [

@@ -202,7 +202,7 @@ def test_rewards_are_weighted_like_those_of_the_run_and_a_resumed_step_counts_on
     assert found["step"] == [1, 2, 3] and found["counts"] == [[1, 0], [0, 1], [0, 1]]
 
 
-@pytest.mark.parametrize("values", [(1e308, -1e308), (10**400, 1.0), (float("nan"), 1.0)])
+@pytest.mark.parametrize("values", [(1e308, -1e308), (10**400, 1), (float("nan"), 1), (5, 5 + 4e-7), (1e6, 1e6 + 1e-9)])
 def test_histogram_accepts_any_number(tmp_path, values):
     found = histogram(written(tmp_path, *(sample(1, 0.0, rewards={"right": value}) for value in values)), [2.0])
     assert found is None or sum(map(sum, found["counts"])) in (1, 2)

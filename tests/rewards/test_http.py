@@ -12,6 +12,7 @@ from samples import answer
 from fastgrpo.data.records import Prompt
 from fastgrpo.rewards import find_reward, http
 from fastgrpo.rewards.call import Rewards
+from fastgrpo.rewards.guard import Failure
 from fastgrpo.rewards.http import HttpScorer
 
 URL = "http://127.0.0.1:8000"
@@ -55,6 +56,7 @@ class Server:
         self.now -= 1
         rewards = [REWARDS.get(text, float(len(text))) for text in asked["completions"]]
         rewards = rewards[1:] if path == "short" else {"rewards": rewards} if path == "object" else rewards
+        rewards = rewards if "refused" not in asked["completions"] else "?"
         return httpx.Response(200, json=rewards)
 
 
@@ -77,11 +79,9 @@ def judge(scorer, texts, **columns):
 
 
 def failed(scorer, kind):
-    with pytest.raises(ExceptionGroup) as raised:
-        judge(scorer, ["right"])
-    (error,) = raised.value.exceptions
-    assert isinstance(error, kind)
-    return str(error)
+    (failure,) = judge(scorer, ["right"])
+    assert isinstance(failure.error, kind)
+    return str(failure.error)
 
 
 def test_what_is_sent_and_what_comes_back(server, monkeypatch):
@@ -128,6 +128,8 @@ def test_many_completions_go_in_several_requests_at_once(server):
     scorer = HttpScorer(f"{url}/waits", batch=5, concurrency=4, timeout=20.0, retries=0)
     assert judge(scorer, texts) == [float(len(text)) for text in texts]
     assert application.paths["waits"] == 7 and application.most == 4
+    scorer.batch = 1  # a request that fails does not change the others
+    assert [type(reward) for reward in judge(scorer, ["right", "refused", "wrong"])] == [float, Failure, float]
 
 
 def test_a_server_that_is_not_ready_is_asked_again(server):

@@ -288,6 +288,7 @@ def test_pause_modes(server, post):
     ("completions", {"prompt": "a", "max_tokens": 2048}, 400, "maximum context length"),
     ("completions", {"prompt": "a" * 3_000_000}, 400, "3000000 characters"),
     ("completions", {"prompt": "a", "echo": True, "stream": True}, 400, "stream"),
+    ("completions", {"prompt": "a", "max_tokens": 0, "stream": True}, 400, "stream"),
     ("chat/completions", {"messages": [{"role": "user"}]}, 400, "content"),
     ("chat/completions", {"messages": [{"content": [{"type": "image_url"}]}]}, 400, "type text"),
     ("chat/completions", HI | {"tools": [{"type": "x"}]}, 400, "tools"),

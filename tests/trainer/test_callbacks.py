@@ -49,21 +49,24 @@ def test_events_have_transformers_order_and_arguments(tmp_path):
 
 
 class Wishes(TrainerCallback):
-    def __init__(self, flag, step=1):
+    def __init__(self, flag, step=1, event="on_step_end"):
         self.flag, self.step = flag, step
+        setattr(self, event, self.wish)
 
-    def on_step_end(self, args, state, control, **_):
+    def wish(self, args, state, control, **_):
         if state.global_step == self.step:
             setattr(control, self.flag, True)
 
 
-def test_stopping_early_ends_a_run_like_its_last_step(tmp_path):
-    stop, run = Wishes("should_training_stop"), tmp_path / "run"
-    settings = {"max_steps": 5, "logging_steps": 4, "callbacks": [stop, TensorBoardCallback]}
-    make_trainer(tmp_path, eval_rows=PROMPTS[:2], **settings).train()
+@pytest.mark.parametrize("event", ["on_step_end", "on_evaluate"])
+def test_stopping_early_ends_a_run_like_its_last_step(tmp_path, event):
+    stop, run, recorder = Wishes("should_training_stop", event=event), tmp_path / "run", Recorder()
+    settings = {"max_steps": 5, "logging_steps": 4, "callbacks": [stop, TensorBoardCallback, recorder]}
+    make_trainer(tmp_path, eval_rows=PROMPTS[:2], eval_steps=1, **settings).train()
     assert (run / "checkpoint-1").is_dir() and json.loads((run / "summary.json").read_text())["steps"] == 1
     logged = [{"reward", "eval/accuracy"} & set(row) for row in lines(run)]
-    assert logged == [{"eval/accuracy"}, {"reward"}, {"eval/accuracy"}]
+    assert sorted(map(list, logged)) == [["eval/accuracy"], ["eval/accuracy"], ["reward"]]
+    assert recorder.seen.count(("on_log", 1)) == 3 and ("on_epoch_end", 1) in recorder.seen
 
 
 def test_control_flags_take_effect_after_their_step(tmp_path):

@@ -22,6 +22,18 @@ def test_micro_batches_accumulate_in_fp32():
     assert optimizer.masters[0].grad.item() == 1 + 64 * 2**-9 and layer.weight.grad is None
 
 
+def test_a_weight_that_was_changed_and_changed_back_keeps_its_exact_master():
+    layer = torch.nn.Linear(1, 1, bias=False).bfloat16()
+    optimizer = MasterAdamW(layer, learning_rate=1.0)
+    (master,), weight = optimizer.masters, layer.weight.data.clone()
+    exact = master.data.mul_(1 + 2**-12).clone()
+    layer.weight.data.zero_()
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+    with optimizer.receiving():
+        assert torch.equal(master, exact) and not torch.equal(master.to(torch.float64), weight.double())
+
+
 def test_two_trainers_of_a_model_update_it_in_turns():
     layer = torch.nn.Linear(1, 1, bias=False).bfloat16()
     optimizers = [MasterAdamW(layer, learning_rate=0.25) for _ in range(2)]
@@ -140,6 +152,9 @@ def test_schedules_follow_transformers():
     assert rates_of(4, "cosine_with_min_lr", warmup_steps=0, further=further)[-1] == 0.25
     with pytest.raises(ValueError, match=r"'linear' .*lr_scheduler_kwargs"):
         check_schedule("linear", further)
+    for name in ("reduce_lr_on_plateau", "greedy"):
+        with pytest.raises(ValueError, match="depends on a metric"):
+            check_schedule(name)
 
 
 def beside(others):
