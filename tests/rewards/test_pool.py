@@ -168,7 +168,6 @@ def test_what_cannot_be_sent_is_refused_by_its_name():
 
 
 def test_processes_end_with_the_pool_and_begin_again_with_the_next_call():
-
     class Own:
         pooled = False
         closed = 0

@@ -162,7 +162,6 @@ def bits(state):
 @given(st.lists(STATES, min_size=4, max_size=4), st.booleans())
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_any_state_comes_back_to_the_last_bit(tmp_path_factory, states, sharded):
-
     def parts(of_states):
         module = SimpleNamespace(config=["as it was"], generation_config=["too"])
         policy = SimpleNamespace(lockstep=sharded, module=module, state_dict=dict, full_state_dict=dict)

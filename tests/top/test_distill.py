@@ -63,16 +63,11 @@ def test_writes_correct_completions_in_the_form_that_sft_reads(given, tmp_path, 
 def test_the_task_checks_the_steps(given, tmp_path, capsys, monkeypatch):
     build = dataset.build
 
-    def checked(*given):
-        return dataclasses.replace(build(*given), reward_funcs=[right], steps_reward=clean_steps_reward)
-
-    def right(completions, **columns):
-        return [1.0] * len(completions)
-
     def clean_steps_reward(completions, **columns):
         return [float(len(text) % 2) for text in completions]
 
-    monkeypatch.setattr(dataset, "build", checked)
+    own = {"reward_funcs": [lambda completions, **_: [1.0] * len(completions)], "steps_reward": clean_steps_reward}
+    monkeypatch.setattr(dataset, "build", lambda *arguments: dataclasses.replace(build(*arguments), **own))
     assert distill.main(given[:-2]) == 0
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert rows and all(len(row["completion"]) % 2 for row in rows) and "wrong step" in capsys.readouterr().out

@@ -98,9 +98,7 @@ def test_a_run_writes_all_its_files(tmp_path, monkeypatch):
     assert rows[1]["sampler/logp_gap_mean"] < 1e-4 and rows[1]["answer_length"] == 3
     assert samples[0]["rewards"]["rich"] is None and samples[1]["rewards"]["rich"] is not None
     assert json.loads((run / "summary.json").read_text()) == summary
-    assert summary.keys() == {
-        "accuracy_before", "accuracy_after", "steps", "wall_seconds", "num_tokens", "peak_memory_gib",
-    }  # fmt: skip
+    assert {*summary} == {"accuracy_before", "accuracy_after", "steps", "wall_seconds", "num_tokens", "peak_memory_gib"}
     assert json.loads((run / "config.json").read_text())["beta"] == 0.1
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG") and list((run / "tensorboard").iterdir())
     assert (run / "checkpoint-1").is_dir()

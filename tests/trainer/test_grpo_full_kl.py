@@ -18,8 +18,6 @@ from fastgrpo.policy.micro_batches import micro_batches
 from fastgrpo.policy.model import Policy
 
 FULL, TEMPERATURE = {"beta": 0.2, "kl": "full"}, 0.8
-
-
 CAPS = {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 0.5}
 # name: (policy, device of the reference)
 POLICIES = {

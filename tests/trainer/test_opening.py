@@ -10,7 +10,6 @@ pytestmark = pytest.mark.usefixtures("without_curves")
 
 @pytest.mark.parametrize("resume, overwrite, stated", [(True, 0, 0), ("checkpoint-2", 1, 0), ("checkpoint-2", 0, 1)])
 def test_train_resumes_from_a_checkpoint_bit_for_bit(tmp_path, resume, overwrite, stated):
-
     def make(name="run", **settings):
         settings |= {"lr_scheduler_type": "constant", "save_steps": 2, "dtype": "bfloat16"}
         model = tiny.model("llama", vocab_size=258, tie_word_embeddings=True)
