@@ -191,8 +191,8 @@ TRANSLATED = [
      "updates_per_rollout = steps_per_generation / gradient_accumulation_steps; if it is 1/N, an update's rollouts "
      "become one. Both must be whole. max_tokens_per_microbatch sets the size of a forward pass instead."),
     ("num_generations_eval", lambda stated: {"eval_num_generations": stated["num_generations_eval"] or 0},
-     "Sets eval_num_generations. These completions are sampled without min_p and repetition_penalty. The accuracy "
-     "comes from one greedy completion. If not set, no completions are sampled; TRL samples num_generations."),
+     "Sets eval_num_generations. These completions are sampled without min_p and repetition_penalty. If "
+     "not set, no completions are sampled; TRL samples num_generations."),
     ("eval_strategy save_strategy logging_strategy", strategies,
      "`steps`: evaluate every eval_steps (if None: logging_steps), save every save_steps, log every logging_steps. "
      "`no`: evaluate or save only after the last step. Other values raise an error. If eval_strategy is set, the "

@@ -100,5 +100,5 @@ def examples() -> list[dict[str, str]]:
 
 
 def make_model(seed: int) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """Make a 0.15M-parameter Llama over the characters of functions, with random weights."""
+    """Make a 0.13M-parameter Llama over the characters of functions, with random weights."""
     return character_model(CHARACTERS, seed, layers=2, heads=2)
