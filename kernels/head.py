@@ -207,6 +207,8 @@ def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, pat
         y = bent * cap
     scale = row_scale(inv_t, inv_t_ptr, rows, n_rows)
     anchor = tl.load(anchor_ptr + rows, mask=row_ok, other=0.0)
+    if bias_ptr is not None:  # a bias may forbid the target: with an anchor of -inf, other such columns would be NaN
+        anchor = tl.where(anchor == float("-inf"), -1e30, anchor)
     # One multiply-add per element. The product of anchor and scale is rounded, which shifts x2 of a row by half a unit
     # in the last place of the anchor, as rounding the logit to fp32 does.
     x2 = tl.fma(y, tl.broadcast_to(scale[:, None], y.shape), tl.broadcast_to((-anchor * scale)[:, None], y.shape))
@@ -566,12 +568,14 @@ def _finish_fwd_kernel(out_ptr, target_y_ptr, total_ptr, entropy_ptr, split_max_
         ents = tl.load(split_entropy_ptr + offset, mask=here, other=0.0)
         ents += tl.where(parts > 0, parts * (tops - base[None, :]), 0.0)
         entropy = tl.where(moved, tl.sum(ents * shrink, axis=0), entropy)
-    target_e = tl.exp2(c2 - base)  # 1 where the anchor is the target
+    # Not c2 - base where they are equal: fused with the product in c2, it would be the rounding error of the product.
+    gap = tl.where(base == c2, base * 0.0, c2 - base)
+    target_e = tl.exp2(gap)  # 1 where the anchor is the target
     norm = total + target_e
     log_norm = tl.where(base == c2, log1p(total), tl.log(norm))
-    logp = (c2 - base) * LN2 - log_norm
+    logp = gap * LN2 - log_norm
     # H = log sum_v E - sum_v E (z - a) / sum_v E
-    row_entropy = log_norm - (entropy + target_e * tl.maximum(c2 - base, -1e30)) * LN2 / norm
+    row_entropy = log_norm - (entropy + target_e * tl.maximum(gap, -1e30)) * LN2 / norm
     bend = tl.full((ROWS,), 1.0, dtype=tl.float32)
     if cap is not None:
         bend = 1.0 - (c / cap) * (c / cap)
@@ -907,7 +911,7 @@ class LinearGRPO(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, rows, objective, needs, return_entropy, softcap, chunk_rows,
                 group):  # fmt: skip
         ctx.set_materialize_grads(False)
-        bonus = rows.entropy_weights
+        bonus = None if rows.entropy_weights is None else rows.entropy_weights.float()
         with_entropy = return_entropy or bonus is not None
         per_row = isinstance(rows.temperature, torch.Tensor)
         t, ts = (1.0, rows.temperature) if per_row else (float(rows.temperature), None)

@@ -218,7 +218,9 @@ def softmax_(
     """
     top = vocabulary.max_(z.amax(-1))
     local, mine = vocabulary.local(targets, z.shape[-1])
-    shifted_target = torch.where(mine, z.gather(-1, local[:, None])[:, 0] - top, 0.0)
+    # A target outside the vocabulary gives NaN. Values on a GPU are not validated.
+    elsewhere = torch.where((targets >= 0) & (targets < vocabulary.total), 0.0, torch.nan).to(z.dtype)
+    shifted_target = torch.where(mine, z.gather(-1, local[:, None])[:, 0] - top, elsewhere)
     if z.is_cpu and vocabulary.group is None:
         # One pass over each row in the cache. The largest probability is e^0 over the sum.
         torch.softmax(z, -1, out=z)

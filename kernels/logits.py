@@ -177,11 +177,12 @@ def _row_stats(z_ptr, target, scale, vocab, BLOCK: tl.constexpr):
     shrink = tl.exp2(top - base)
     entropy = (entropy + tl.where(total > 0, total * (top - base), 0.0)) * shrink
     total *= shrink
-    target_e = tl.exp2(y2 - base)
+    gap = tl.where(base == y2, base * 0.0, y2 - base)  # exact, as in `_finish_fwd_kernel`
+    target_e = tl.exp2(gap)
     norm = total + target_e
     log_norm = tl.where(base == y2, log1p(total), tl.log(norm))
-    logp = (y2 - base) * LN2 - log_norm
-    entropy = log_norm - (entropy + target_e * tl.maximum(y2 - base, -1e30)) * LN2 / norm
+    logp = gap * LN2 - log_norm
+    entropy = log_norm - (entropy + target_e * tl.maximum(gap, -1e30)) * LN2 / norm
     return logp, base + tl.log2(norm), total / norm, entropy
 
 
@@ -381,7 +382,8 @@ class LogitsGRPO(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, rows, objective, return_entropy, inplace, needs):
         ctx.set_materialize_grads(False)
-        bonus, ts = rows.entropy_weights, rows.temperature if isinstance(rows.temperature, torch.Tensor) else None
+        bonus = None if rows.entropy_weights is None else rows.entropy_weights.float()
+        ts = rows.temperature if isinstance(rows.temperature, torch.Tensor) else None
         t = 1.0 if ts is not None else float(rows.temperature)
         places = _places(rows.index, rows.active, len(logits))
         head = (places, rows.targets, t, ts)

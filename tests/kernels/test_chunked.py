@@ -19,6 +19,11 @@ from fastgrpo.kernels.objectives import PolicyRows
 SEQUENCE = {"importance_sampling_level": "sequence"}
 
 
+def test_a_target_outside_the_vocabulary_gives_nan():
+    logps, _ = head_torch.softmax_(torch.randn(3, 5), torch.tensor([-100, 5, 4]), Vocabulary(0, 5, 5, None))
+    assert logps.isnan().tolist() == [True, True, False]
+
+
 @pytest.mark.parametrize("rows", [1, 4, 9], ids=lambda rows: f"{rows} rows a block")
 def test_logits_of_a_16_bit_head_are_those_of_its_weights_in_fp32(monkeypatch, rows):
     """A sum is rounded to fp32 alone: a product with 16-bit output would be off by up to 2^-8 of itself."""
