@@ -90,6 +90,8 @@ class Ranks:
             where = " in ".join(reversed(self._inside))
             rank, cause = self._cause(error)
             told = cause if rank is None else f"rank {rank} failed: {cause}"
+            if rank is None and isinstance(error, dist.DistBackendError):  # NCCL may have failed on this rank itself
+                told += f" ({' '.join(str(error).split())})"
             raise RankLost(f"rank {self.rank} stops while it waits for {where}: {told}", rank is None) from error
         finally:
             self._inside.pop()

@@ -51,11 +51,15 @@ def save_model(
     transformers 4, and with it many versions of vLLM, also reads these files: names that it expects are added.
     """
     model.save_pretrained(path, state_dict=state_dict)
+    # transformers wrote the dtype of the parameters; those of a sharded model are fp32 masters
+    dtypes = [value.dtype for value in (state_dict or {}).values() if value.is_floating_point()]
     tokenizer.save_pretrained(path)
     for file, change in ((path / "config.json", _add_old_rope), (path / "tokenizer_config.json", _with_old_names)):
         if file.exists():  # a folder of adapters has no config.json
             known = json.loads(file.read_text(encoding="utf-8"))
             change(known)
+            if dtypes and file.name == "config.json":
+                known["dtype"] = str(dtypes[0]).removeprefix("torch.")
             file.write_text(json.dumps(known, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
     if getattr(model.config, "vision_config", None) is not None:
         _copy_processor(model.name_or_path, path)

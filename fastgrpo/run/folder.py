@@ -147,10 +147,14 @@ def _owner(file):
     raise ValueError(f"{file} is not the lock of a run; move it away, or choose another output_dir")
 
 
-def see(path: Path) -> None:
-    """Raise ValueError unless this machine sees a folder of rank 0. A network file system may take seconds."""
+def see(path: Path, owner: str | None = None) -> None:
+    """Raise ValueError unless this machine sees a folder of rank 0, with this `owner` in its lock.
+
+    A folder of the same name on another disk has another owner. A network file system may take seconds.
+    """
+    lock = path / LOCK
     for _ in range(SEEN_AFTER):
-        if path.is_dir():
+        if path.is_dir() and (owner is None or (lock.is_file() and lock.read_text(errors="replace") == owner)):
             return
         time.sleep(1)
     raise ValueError(

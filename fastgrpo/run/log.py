@@ -17,7 +17,7 @@ from typing import Any, Self
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data.prompts import transcript
 from fastgrpo.ranks import ALONE, Ranks, together
-from fastgrpo.run.folder import RunFolder, contents, made_in, remove, see
+from fastgrpo.run.folder import LOCK, RunFolder, contents, made_in, remove, see
 from fastgrpo.run.metrics import SAMPLE_COLUMNS, entry, finite, read_lines, reduced
 from fastgrpo.run.resume import open_run
 from fastgrpo.run.terminal import Terminal
@@ -283,10 +283,11 @@ class FollowedLog(RunLog):
 def open_log(config: TrainingConfig, inputs: Mapping[str, Path] | None = None, ranks: Ranks = ALONE) -> RunLog:
     """Claim the folder of a run on rank 0, and open the logs of all ranks."""
     log = RunLog(config, inputs) if ranks.lead else None
-    where = ranks.from_lead(None if log is None else (log.dir, log.checkpoint), "the folder of the run")
+    told = None if log is None else (log.dir, log.checkpoint, (log.dir / LOCK).read_text())
+    *where, owner = ranks.from_lead(told, "the folder of the run")
     log = FollowedLog(config, *where) if log is None else log
     try:
-        together(ranks, lambda: see(log.dir), "the folder of the run")
+        together(ranks, lambda: see(log.dir, owner), "the folder of the run")
     except BaseException:
         log.discard() if log.checkpoint is None else log.close()
         raise

@@ -194,7 +194,10 @@ def refuse_differences(ranks: Ranks, **values: Any) -> None:
 
 def shared_settings(config: TrainingConfig) -> dict[str, Any]:
     """Return the settings that must be the same on all ranks: not paths, and not what only rank 0 does."""
-    own = RESUME_MAY_CHANGE - {"logging_steps", "eval_steps", "save_steps"}
+    own = RESUME_MAY_CHANGE - {
+        "logging_steps", "logging_first_step", "eval_steps", "eval_on_start", "eval_num_generations", "save_steps",
+        "metric_for_best_model", "parallel",
+    }  # fmt: skip
     own |= {"device", "model_name_or_path", "dataset_name", "train_file"}
     return {f"values_of_{name}": value for name, value in asdict(config).items() if name not in own}
 

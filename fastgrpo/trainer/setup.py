@@ -241,6 +241,8 @@ def make_policy(
         source = tokenizer or load_tokenizer(path, args.trust_remote_code)
         tokens = longest_prompt(rows, source, args.template_kwargs, args.command == "sft")
     plan = plan_run(args, model, ranks=ranks, rewards=rewards, waits=waits, prompt_tokens=tokens)
+    planned = plan and (plan.parallel, plan.most_tokens, plan.recomputed, plan.released)
+    refuse_differences(ranks, memory_plans=planned)  # the packages of machines may differ
     if plan:
         plan.check()
     parallel, why = (plan.parallel, plan.chosen) if plan else choose_parallel(args, None)
