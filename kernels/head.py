@@ -207,8 +207,6 @@ def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, pat
         y = bent * cap
     scale = row_scale(inv_t, inv_t_ptr, rows, n_rows)
     anchor = tl.load(anchor_ptr + rows, mask=row_ok, other=0.0)
-    if bias_ptr is not None:  # a bias may forbid the target: with an anchor of -inf, other such columns would be NaN
-        anchor = tl.where(anchor == float("-inf"), -1e30, anchor)
     # One multiply-add per element. The product of anchor and scale is rounded, which shifts x2 of a row by half a unit
     # in the last place of the anchor, as rounding the logit to fp32 does.
     x2 = tl.fma(y, tl.broadcast_to(scale[:, None], y.shape), tl.broadcast_to((-anchor * scale)[:, None], y.shape))
@@ -723,7 +721,9 @@ def rows_fwd(
     target_y = anchor_fwd(head)
     if group is not None:  # c comes from the rank with the target; if no rank has it, the result is NaN
         target_y = all_reduce_(torch.where(head.targets == ELSEWHERE, 0.0, target_y), group)
-    sums = linear_exp_fwd(head, target_y, exps, entropy=entropy, logs=logs)
+    # A bias may forbid the target: with an anchor of -inf, other forbidden columns would be NaN.
+    anchor = target_y if head.bias is None else target_y.clamp(min=-1e30)
+    sums = linear_exp_fwd(head, anchor, exps, entropy=entropy, logs=logs)
     total, entropy_sum = (None if tiles is None else all_reduce_(reduce_fwd(tiles), group) for tiles in sums)
     # Both guarded passes are always launched, to avoid a sync; programs without a flagged row return.
     splits = online_fwd(head, total, entropy)

@@ -187,7 +187,7 @@ class SFTConfig(
     learning_rate: Positive = 2e-05
     """Use this learning rate in AdamW after the warmup."""
     batch_size: Count = 8
-    """Train on N rows per update, and on each assistant message in the `messages` of a row."""
+    """Train on N rows per update. Each assistant message in the `messages` of a row is learned."""
 
     train_file: str | None = None
     """Train on the rows of this .jsonl file, with `prompt` and `completion` or with `messages`; system_prompt does not

@@ -244,7 +244,8 @@ def to_examples(
 def join_turns(examples: Sequence[Sample]) -> list[Sample]:
     """Join the examples of a conversation, so that each token is computed once; the loss is the same.
 
-    A new example begins where the chat template changes earlier turns, as some do to remove reasoning.
+    A new example begins where the chat template changes earlier turns, as some do to remove reasoning, or writes no
+    stop token after them.
     """
     joined = []
     for example in examples:

@@ -102,7 +102,7 @@ class HttpScorer:
         starts = range(0, len(completions), self.batch)
         bodies = [_body({name: values[i : i + self.batch] for name, values in sent.items()}) for i in starts]
         counts = [len(completions[i : i + self.batch]) for i in starts]
-        limit = asyncio.Semaphore(self.concurrency)
+        limit, down = asyncio.Semaphore(self.concurrency), []  # down: why the server is given up
         # A client belongs to the loop of its first use, so each call has its own. A redirect is an error: it would
         # send the key to another server.
         options = {"timeout": self.timeout, "headers": _headers(), "trust_env": not self.local}
@@ -110,10 +110,15 @@ class HttpScorer:
 
             async def ask(body: bytes, count: int) -> list[float | Failure | None]:
                 async with limit:
+                    if down:
+                        return down * count
                     try:
                         return self._read(*await self._post(client, body), count)
-                    except (ValueError, ConnectionError) as error:  # other requests may succeed
+                    except ValueError as error:  # other requests may succeed
                         return [Failure(error)] * count
+                    except ConnectionError as error:
+                        down[:] = [Failure(error)]
+                        return down * count
 
             async with asyncio.TaskGroup() as tasks:
                 asked = [tasks.create_task(ask(body, count)) for body, count in zip(bodies, counts, strict=True)]

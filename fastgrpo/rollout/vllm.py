@@ -593,7 +593,7 @@ class VLLMBackend(RolloutBackend):
         finally:
             server.paused, server.moved = False, time.monotonic()
             if pausing:
-                await server.call("POST", "/resume")
+                await server.call("POST", "/resume", self.timeout)
         self.probe.check(await server.score(self.probe.ids), f"the vLLM server {server.url}")
         server.proven = proven | {self.version}
 

@@ -145,7 +145,7 @@ class HeldWeights:
         self.addresses, self.parameters = addresses, self.policy.parameters()
         self.version = self._writes()
 
-    @torch.inference_mode(False)  # the server may call this in inference mode, and later writes into the copies
+    @torch.inference_mode(False)  # tensors of inference mode cannot be written outside it
     @torch.no_grad()
     def _join(self):
         """Make the products of the layers, with copies of the weights if they fit."""

@@ -188,7 +188,7 @@ def refuse_differences(ranks: Ranks, **values: Any) -> None:
             if theirs[name] != value:
                 raise ValueError(
                     f"the {name.replace('_', ' ')} differ between rank {rank} and rank {ranks.rank}; give all ranks "
-                    "the same settings, files and rows in the same order"
+                    "the same settings, packages, files and rows in the same order"
                 )
 
 

@@ -118,7 +118,9 @@ def test_messages_give_one_example_per_answer():
     whole = tokenizer.apply_chat_template(talk, tokenize=True, return_dict=True)["input_ids"]
     assert whole == [*second.prompt_ids, *second.ids[:-1]] and second.ids[-1] == 1
     assert tokenizer.decode(second.ids, skip_special_tokens=True) == "three\n"
-    [joined] = join_turns([first, second])
+    assert len(join_turns([first, second])) == 2  # the template writes no stop token
+    first, second = both = to_examples({"messages": talk}, with_end("<eos>"))
+    [joined] = join_turns(both)
     assert [*joined.prompt_ids, *joined.ids] == [*second.prompt_ids, *second.ids]
     assert joined.drawn == [*first.ids, *second.ids] and len(join_turns([second, first])) == 2
 

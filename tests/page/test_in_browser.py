@@ -86,7 +86,7 @@ def test_a_click_moves_between_steps_groups_and_runs(page):
     page.choose("#samples-step", 2)
     assert where(page) == "Step 40, group 1 of 2" and "sum 40.0" in page.text("#samples .prompt")
     assert page.run("return document.querySelector('.where').getAttribute('role')") == "status"
-    page.choose("#samples-run", 1)  # which is at the nearest step, and has no numbers of tokens
+    page.choose("#samples-run", 1)  # which is at the nearest step, and has no per-token values
     assert where(page) == "Step 30, group 1 of 1" and cards(page) == ["old 30"]
     assert page.all("#samples-color option") == ["nothing"]
     page.choose("#samples-run", 0)

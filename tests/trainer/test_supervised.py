@@ -28,6 +28,7 @@ from fastgrpo.trainer.supervised import learn, mean_loss, sft
 
 ROWS = [{"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a in range(4) for b in range(4)]
 HELD_OUT = [{"prompt": "2+7=", "completion": "9"}, {"prompt": "8+8=", "completion": "16"}]
+WITH_STOP = tiny.CHAT_TEMPLATE.replace("\n{% endfor", "<eos>\n{% endfor")
 TALK = {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate("qars")]}
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -46,9 +47,11 @@ def make_trainer(tmp_path, name="run", rows=ROWS, eval_rows=HELD_OUT, reward_fun
 
 def test_the_held_out_loss_covers_only_completions(tmp_path):
     trainer = make_trainer(tmp_path, eval_rows=[*HELD_OUT, TALK])
+    trainer.tokenizer.chat_template = WITH_STOP
     examples = [example for row in [*HELD_OUT, TALK] for example in to_examples(row, trainer.tokenizer)]
     expected = -torch.cat([logps_of(trainer.model, example) for example in examples]).mean().item()
     joined = [*examples[:2], *join_turns(examples[2:])]
+    assert len(joined) == 3
     assert mean_loss(trainer.policy, joined, Dealer(max_tokens=8)) == pytest.approx(expected, abs=1e-5)
     summary = trainer.train()
     assert summary["steps"] == 6 and summary["accuracy_after"] is None
@@ -74,7 +77,8 @@ def test_a_task_with_tools_is_refused(tmp_path):
 @pytest.mark.parametrize("max_tokens", [1000, 12])
 def test_the_update_is_the_policy_gradient_with_unit_weights(max_tokens):
     policy = Policy(tiny.model(vocab_size=258))
-    tokenizer = tiny.tokenizer(chat=True)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = WITH_STOP
     examples = [example for row in [*ROWS[:5], TALK] for example in join_turns(to_examples(row, tokenizer))]
 
     def gradient():
