@@ -10,12 +10,11 @@ from fastgrpo.policy.load import prepare
 from fastgrpo.policy.model import Policy, decoder_layers
 from fastgrpo.policy.quantized import NF4Linear, quantize
 
-CAP = 2.0
 IDS = torch.tensor([5, 9, 20, 7, 11])
 
 
 def test_logits_and_log_probs_have_the_soft_cap_of_the_model():
-    policy = prepare(tiny_model("gemma3_text", final_logit_softcapping=CAP))
+    policy = prepare(tiny_model("gemma3_text", final_logit_softcapping=2.0))
     with torch.no_grad():
         out = policy.module(IDS[None], output_hidden_states=True)
     states, logits = out.hidden_states[-1][0], out.logits[0]

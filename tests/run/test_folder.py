@@ -82,18 +82,14 @@ def test_a_holder_that_nothing_refers_to_gives_its_folder_back(tmp_path):
 def test_what_is_not_a_lock_is_refused_and_keeps_its_content(tmp_path):
     thesis = tmp_path / "thesis.txt"
     thesis.write_text("years of work")
-    made = (
-        lambda lock: lock.symlink_to(thesis),
-        lambda lock: lock.write_text("4711\n"),  # of another program
-    )
-    for number, make in enumerate(made):
+    for number, make in enumerate((lambda lock: lock.symlink_to(thesis), lambda lock: lock.write_text("4711\n"))):
         folder = tmp_path / str(number)
         folder.mkdir()
         make(folder / LOCK)
         with pytest.raises(ValueError, match=rf"{number}/.lock is not the lock of a run"):
             RunFolder(folder)
     assert thesis.read_text() == "years of work"
-    assert (tmp_path / "1" / LOCK).read_text() == "4711\n"
+    assert (tmp_path / "1" / LOCK).read_text() == "4711\n"  # of another program
 
 
 HOLD = """

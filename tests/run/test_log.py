@@ -150,8 +150,10 @@ def test_the_history_up_to_a_checkpoint_is_read_back(tmp_path):
 def test_the_other_ranks_get_the_folder_that_rank_0_claimed(tmp_path):
     config = GRPOConfig(output_dir=str(tmp_path / "run"))
     other = Ranks(1, 2)
-    other.from_lead, other.gather = lambda value, what: (tmp_path / "run", None, (tmp_path / "run" / ".lock").read_text()), lambda value, what: [value]
-    logs = [open_log(config), open_log(config, ranks=other)]
+    logs = [open_log(config)]
+    told = tmp_path / "run", None, (tmp_path / "run" / ".lock").read_text()
+    other.from_lead, other.gather = lambda value, what: told, lambda value, what: [value]
+    logs.append(open_log(config, ranks=other))
     assert [type(log) for log in logs] == [RunLog, FollowedLog] and logs[1].dir == logs[0].dir
     for log in logs:  # all refuse to go on once the run has ended
         log.close()

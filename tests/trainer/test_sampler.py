@@ -20,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("without_curves")
 
 PROMPT = Prompt([5, 9, 20], "p")
 FILTERS = [{"top_k": 4}, {"min_p": 0.5}, {"top_k": 6, "top_p": 0.8}]
-PENALTIES = [{"repetition_penalty": 1.6}]
 
 
 def drawn(policy, filters):
@@ -54,7 +53,7 @@ def expected_gradient(policy, completions):
     return torch.cat([p.grad.flatten() for p in policy.module.parameters()]), logps.exp()[tokens].sum().item()
 
 
-@pytest.mark.parametrize("filters", [*FILTERS, *PENALTIES], ids=str)
+@pytest.mark.parametrize("filters", [*FILTERS, {"repetition_penalty": 1.6}], ids=str)
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_the_expected_gradient_is_that_of_the_policy_over_the_kept_tokens(filters, mode):
     policy = Policy(tiny.model("llama"))
