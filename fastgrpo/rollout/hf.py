@@ -159,7 +159,7 @@ class HFBackend(RolloutBackend):
 
     def _generate(self, lanes, turn):
         """Draw one turn of each lane."""
-        # `generate` draws equally many tokens for all lanes; those that would exceed the context are drawn by themselves.
+        # `generate` draws equally many tokens for all lanes; those that would exceed the context come later.
         most, context = max(lane.left for lane in lanes), self.policy.context or math.inf
         fits = [len(lane.request.prompt_ids) + len(lane.ids) + most <= context for lane in lanes]
         if any(fits) and not all(fits):
