@@ -50,9 +50,9 @@ def save_model(
 
     transformers 4, and with it many versions of vLLM, also reads these files: names that it expects are added.
     """
-    model.save_pretrained(path, state_dict=state_dict)
-    # transformers wrote the dtype of the parameters; those of a sharded model are fp32 masters
+    # transformers writes the dtype of the parameters, and those of a sharded model are fp32 masters.
     dtypes = [value.dtype for value in (state_dict or {}).values() if value.is_floating_point()]
+    model.save_pretrained(path, state_dict=state_dict)  # empties state_dict
     tokenizer.save_pretrained(path)
     for file, change in ((path / "config.json", _add_old_rope), (path / "tokenizer_config.json", _with_old_names)):
         if file.exists():  # a folder of adapters has no config.json
