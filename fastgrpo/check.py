@@ -15,16 +15,15 @@ is checked.
 Exit code: 0 without warnings, 1 with warnings, 2 for wrong input.
 """
 
-import dataclasses
 import sys
 from typing import Annotated
 
 from pydantic import Field
 
 from fastgrpo.config import sections
-from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
+from fastgrpo.config.command import quiet_libraries, run_command
 from fastgrpo.config.fields import Count, NotNegative, Positive, Whole, settings_class
-from fastgrpo.config.recipe import take_flag, task_defaults
+from fastgrpo.config.recipe import parse_for_rows, take_flag, task_defaults
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.prompts import check_turns, checked_row, shortened
 from fastgrpo.data.records import Sample, TrainerState, with_text
@@ -76,7 +75,7 @@ def check(argv: list[str]) -> int:
     defaults = {"task": "dataset" if named is None else named}
     if length := task_defaults(defaults["task"]).get("max_completion_length"):
         defaults["max_completion_length"] = length
-    config = parse_flags(
+    config = parse_for_rows(
         CheckConfig, argv, prog="python -m fastgrpo.check", description=__doc__, defaults=defaults,
         aliases={"--reward": "--reward_funcs", "--dataset": "--dataset_name", "--model": "--model_name_or_path"},
     )  # fmt: skip
@@ -92,8 +91,6 @@ def check(argv: list[str]) -> int:
     from fastgrpo.rewards.call import Rewards
 
     quiet_libraries()
-    if (config.dataset_name or "").endswith(".jsonl"):
-        config = dataclasses.replace(config, dataset_test_split="train")
     path = config.model_name_or_path
     tokenizer = None
     if path is not None:
@@ -153,8 +150,6 @@ def _check_environment(config):
 
     row = {}
     if config.dataset_name is not None:
-        if config.dataset_name.endswith(".jsonl"):
-            config = dataclasses.replace(config, dataset_test_split="train")
         rows = held_out_rows(find_task(config.task).build(config, None), config).head(1)
         row = _without(next(iter(rows.each(lambda row: row))))
     factory = None if config.environment is None else find_environment(config.environment)

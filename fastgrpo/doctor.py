@@ -16,7 +16,16 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from fastgrpo.config.command import COMPLETION, TRAIN, help_page, parse_flags, pip_line, quiet_libraries, run_command
+from fastgrpo.config.command import (
+    COMPLETION,
+    TRAIN,
+    help_page,
+    parse_flags,
+    pip_line,
+    quiet_libraries,
+    run_command,
+    spelled_out,
+)
 from fastgrpo.config.fields import settings_class
 from fastgrpo.config.recipe import take_flag
 from fastgrpo.config.settings import TrainConfig
@@ -218,13 +227,15 @@ def doctor(argv: list[str]) -> int:
     missing = [distribution for distribution, _ in NEEDED if installed(distribution) is None]
     if missing:
         raise ValueError(f"training needs {', '.join(missing)}: {TRAIN}")
-    checks = "--check" in argv
-    argv = [re.sub("^--model(?==|$)", "--model_name_or_path", argument) for argument in argv if argument != "--check"]
+    argv = [re.sub("^--model(?==|$)", "--model_name_or_path", argument) for argument in argv]
+    argv, checks = take_flag(spelled_out(argv, DoctorFlags), "--check")
+    if checks not in (None, "True", "False"):
+        raise ValueError(f"check must be true or false, got {checks!r}")
     if any(argument.startswith("--model_name_or_path") for argument in argv):
         print("\n" + memory(argv, room if ranks.size > 1 else None, ranks.size))
     elif argv:
         raise ValueError("training flags need --model PATH, to plan the memory of a run; add it")
-    if not checks:
+    if checks != "True":
         return 0
     from fastgrpo.kernel_checks import runner
 

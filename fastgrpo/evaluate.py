@@ -13,9 +13,9 @@ import json
 import sys
 
 from fastgrpo.config import sections
-from fastgrpo.config.command import new_file, parse_flags, quiet_libraries, run_command
+from fastgrpo.config.command import new_file, quiet_libraries, run_command
 from fastgrpo.config.fields import Count, Several, Size, Temperature, settings_class
-from fastgrpo.config.recipe import take_flag, task_defaults
+from fastgrpo.config.recipe import parse_for_rows, take_flag, task_defaults
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.records import TrainerState
 from fastgrpo.policy.device import choose_device
@@ -59,14 +59,13 @@ def parse(argv: list[str]) -> EvaluateConfig:
     task = "arithmetic" if task is None else task
     known = {field.name for field in dataclasses.fields(EvaluateConfig)}
     recipe = {name: value for name, value in task_defaults(task, argv=argv).items() if name in known}
-    config = parse_flags(
+    config = parse_for_rows(
         EvaluateConfig, argv, prog="python -m fastgrpo.evaluate", description=__doc__,
         defaults={**recipe, "task": task},
     )  # fmt: skip
     if not config.models:
         raise ValueError("name at least one model: python -m fastgrpo.evaluate MODEL [MODEL ...]")
-    is_file = (config.dataset_name or "").endswith(".jsonl")
-    return dataclasses.replace(config, dataset_test_split="train") if is_file else config
+    return config
 
 
 def evaluate_models(argv: list[str]) -> None:

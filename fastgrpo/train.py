@@ -39,7 +39,7 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
             tokenizer = load_tokenizer(path, config.trust_remote_code)
             trainer = GRPOTrainer(path, rewards, config, train, test, tokenizer, log=log, **how)
         except BaseException:
-            log.close()
+            log.discard()
             raise
     trainer.open()
     trainer.log.say(f"run folder {trainer.log.dir}")

@@ -211,7 +211,7 @@ def parse_flags(
     if asked := {"--help-all", "--help_all"} & {*argv} or {"-h", "--help"} & {*argv}:
         print(help_page(record, defaults, prog, description, everything=asked <= {"--help-all", "--help_all"}))
         raise SystemExit(0)
-    argv = _spelled_out([_renamed(argument, aliases or {}) for argument in argv], record)
+    argv = spelled_out([_renamed(argument, aliases or {}) for argument in argv], record)
     if {*COMPLETION} & {*argv}:
         prog = prog.replace("python -m fastgrpo.", "fastgrpo-")  # a shell completes commands of one word
     box = io.StringIO()
@@ -328,9 +328,10 @@ def _meant(unknown, names):
     return "".join(hint.replace("?", f" for --{name}?") for name, hint in near.items())
 
 
-def _spelled_out(argv, record):
-    """Write booleans as tyro does: --quiet, --quiet=true and --quiet yes are --quiet True."""
+def spelled_out(argv: list[str], record: type) -> list[str]:
+    """Write booleans as tyro does: --quiet, --quiet=true, --quiet yes and --quiet MODEL are --quiet True."""
     spelled, flags = [], set()  # names of booleans, with hyphens
+    positional = any(_default(field, {}) is dataclasses.MISSING for field in dataclasses.fields(record))
     for name, kind in hints(record).items():
         if any(one is bool or one is True for one in (kind, *get_args(kind))):
             flags.add(f"--{name}".replace("_", "-"))
@@ -339,8 +340,10 @@ def _spelled_out(argv, record):
         return text.replace("_", "-") in flags
 
     for argument in argv:
-        if spelled and is_flag(spelled[-1]) and argument.startswith("--"):
-            spelled.append("True")
+        if spelled and is_flag(spelled[-1]):
+            value = argument.lower() in {*BOOLEANS, "none", "auto"}
+            if argument.startswith("--") or (positional and not value):
+                spelled.append("True")
         name, equals, value = argument.partition("=")
         if is_flag(name) and equals:
             spelled += [name, BOOLEANS.get(value.lower(), value)]

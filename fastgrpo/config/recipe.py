@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
-from fastgrpo.config.command import parse_flags
+from fastgrpo.config.command import Record, parse_flags
 from fastgrpo.config.fields import check_name, convert, hints, is_list
 from fastgrpo.config.settings import SFTConfig, TrainConfig, TrainingConfig
 
@@ -137,6 +137,14 @@ def parse(argv: list[str], record: type[Config] = TrainConfig) -> Config:
             "--train_file with a model also needs --task, for held-out rows and default settings; pass for example "
             "--task dataset"
         )
+    return config
+
+
+def parse_for_rows(record: type[Record], argv: list[str], *, defaults: Mapping[str, Any], **names: Any) -> Record:
+    """Parse the flags of a command that reads held-out rows: all rows of a .jsonl file, unless a split is named."""
+    config = parse_flags(record, argv, defaults=defaults, **names)
+    if (config.dataset_name or "").endswith(".jsonl"):
+        return parse_flags(record, argv, defaults={**defaults, "dataset_test_split": "train"}, **names)
     return config
 
 

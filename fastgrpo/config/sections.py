@@ -221,7 +221,7 @@ class EvaluationConfig:
 
     max_eval_samples: Count | None = 500
     """Evaluate on the first N held-out prompts. None evaluates on all of them."""
-    eval_num_generations: Size = 0
+    eval_num_generations: Annotated[Size, Field(le=1000)] = 0  # more subsets than 2**1000 exceed the range of a float
     """Sample N completions per held-out prompt, for pass@k and maj@k; 0 samples none. The accuracy comes from one
     greedy completion per prompt, or from the sampled completions if there is only one prompt."""
 

@@ -23,24 +23,19 @@ import numpy as np
 Z = 1.959963984540054  # quantile of the normal distribution for a two-sided 95% interval
 RESAMPLES = 2000
 DIGITS = 12  # decimals of maj@k, so that a vote that is always right is exactly 1, which selects the interval
-MAX_DRAWS = 1000  # with more, the number of subsets exceeds the range of a float
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
     """Estimate pass@k of one problem: the share of k-subsets of its completions with a right one.
 
     Args:
-        n: Number of completions.
+        n: Number of completions, at most 1000: with more, the number of subsets exceeds the range of a float.
         right: Number of right completions.
         k: The size of the subsets, from 1 to n.
 
     Returns:
         The estimate, from 0 to 1.
-
-    Raises:
-        ValueError: k is not from 1 to n, or n is above `MAX_DRAWS`.
     """
-    _check(n, k)
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 
@@ -48,19 +43,15 @@ def maj_at_k(answers: Sequence[Hashable], right: Sequence[bool], k: int) -> floa
     """Estimate maj@k of one problem: the share of k-subsets of its completions whose most frequent answer is right.
 
     Args:
-        answers: The answer of each of the n completions, None for a completion without one.
+        answers: The answer of each of the n completions (at most 1000), None for a completion without one.
         right: Whether each completion is right. An answer with right and wrong completions counts by its share of right
             ones.
         k: The size of the subsets, from 1 to n.
 
     Returns:
         The estimate, from 0 to 1.
-
-    Raises:
-        ValueError: k is not from 1 to n, or n is above `MAX_DRAWS`.
     """
     n = len(answers)
-    _check(n, k)
     votes = Counter(answers)
     silent = votes.pop(None, 0)
     worth = Counter()  # number of right answers of each size, each weighted by its right share
@@ -92,13 +83,6 @@ def _ways(others, silent, top, rest):
                 new[chosen:, tie : tie + moved.shape[1]] += moved * math.comb(size, chosen)
             ways = new
     return float((ways[rest] / (np.arange(ways.shape[1]) + 1)).sum())
-
-
-def _check(n, k):
-    if not 1 <= k <= n:
-        raise ValueError(f"k must be from 1 to the number of completions, {n}, got {k}")
-    if n > MAX_DRAWS:
-        raise ValueError(f"pass@k and maj@k take at most {MAX_DRAWS} completions of a problem, got {n}")
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:

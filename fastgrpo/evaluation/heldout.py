@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.data.prompts import shortened, transcript
 from fastgrpo.data.records import Sample, TrainerState
-from fastgrpo.evaluation.estimators import MAX_DRAWS, bootstrap, maj_at_k, pass_at_k, wilson
+from fastgrpo.evaluation.estimators import bootstrap, maj_at_k, pass_at_k, wilson
 from fastgrpo.policy.fit import prompts_of
 from fastgrpo.policy.load import OWN_ATTENTION, load_policy, stop_token_ids
 from fastgrpo.policy.model import Policy
@@ -129,18 +129,15 @@ def evaluate(
         trainer_state: Passed to the reward functions.
         progress: A function that gets the share of the work just done, or None. The shares sum to 1; every completion
             counts the same.
-        num_generations: Number of sampled completions per prompt, in addition to the greedy one; may be 0.
+        num_generations: Number of sampled completions per prompt, in addition to the greedy one, from 0 to 1000.
         ranks: The ranks; each completes and judges a share of the rows.
 
     Returns:
         The results, equal on all ranks.
 
     Raises:
-        ValueError: A row is wrong (the message has its place), a reward function fails, or num_generations is too
-            large.
+        ValueError: A row is wrong (the message has its place), or a reward function fails.
     """
-    if num_generations > MAX_DRAWS:
-        raise ValueError(f"eval_num_generations must be at most {MAX_DRAWS}, got {num_generations}")
     started = time.perf_counter()
     prompts = list(prompts_of(rows, source, engine.policy, sampling.max_tokens))
     mine = {i: prompts[i] for i in range(ranks.rank, len(prompts), ranks.size)}

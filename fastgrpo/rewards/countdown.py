@@ -117,6 +117,8 @@ def _value(node: ast.expr, used: list, depth: int) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         used.append(node.value)
         return Fraction(str(node.value))
+    if depth and isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, used, depth - 1)
     if not depth or not isinstance(node, ast.BinOp) or type(node.op) not in _OPERATIONS:
         raise _Unreadable
     left, right = (_value(side, used, depth - 1) for side in (node.left, node.right))

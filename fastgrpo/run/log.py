@@ -82,10 +82,12 @@ class RunLog:
         return self.flush() if self.config.logs(step) or last else None
 
     def discard(self) -> None:
-        """Delete what runs wrote in the folder, release it, and delete it if nothing is left."""
-        self.folder.empty()
+        """Release the folder. If the run is new, delete what it wrote there, and the folder if nothing is left."""
+        new = self.checkpoint is None and self.folder.held
+        if new:
+            self.folder.empty()
         self.close()
-        if not contents(self.dir):
+        if new and not contents(self.dir):
             remove(self.dir)
 
     def flush(self) -> dict[str, Any] | None:
@@ -289,6 +291,6 @@ def open_log(config: TrainingConfig, inputs: Mapping[str, Path] | None = None, r
     try:
         together(ranks, lambda: see(log.dir, owner), "the folder of the run")
     except BaseException:
-        log.discard() if log.checkpoint is None else log.close()
+        log.discard()
         raise
     return log

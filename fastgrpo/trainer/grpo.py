@@ -386,7 +386,7 @@ class GRPOTrainer:
     def _release(self):
         """Release the run folder, and delete what this trainer made in a new one."""
         if self.log is not None:
-            (self.log.discard if self.log.checkpoint is None else self.log.close)()
+            self.log.discard()
             self.log = None
 
     def _open(self, log=None):

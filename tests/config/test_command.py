@@ -38,6 +38,7 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(argv, named, encoding, monkeyp
 def test_a_boolean_without_a_value_is_true():
     assert parse(["--quiet"]).quiet and parse(["--quiet", "--beta", "0"]).quiet and not parse([]).quiet
     assert not parse(["--quiet", "False"]).quiet and not parse(["--quiet=false"]).quiet
+    assert distill.parse(["--quiet", "M"]).quiet  # before a model
     assert parse(["--gradient_checkpointing"]).gradient_checkpointing is True
     assert parse(["--use_liger_kernel", "0"]).use_liger_kernel is False
     assert parse(["--trust-remote-code", "--beta", "0"]).trust_remote_code

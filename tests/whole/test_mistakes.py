@@ -34,6 +34,7 @@ LINES = {
     "chat": "an argument is missing",
     "chat {model} --prompt " + "abc" * 700: "2100 tokens",
     "doctor --model /no/such": "/no/such",
+    "doctor --check maybe": "check must be true or false",
     "report .": "is not the folder of a run",
 }  # fmt: skip
 
@@ -51,6 +52,12 @@ def test_rejects_a_wrong_command_line(line, case, capfd):
     command, *argv = line.format(**vars(case)).split(" ")
     check(importlib.import_module(f"fastgrpo.{command}").main, argv, LINES[line], capfd)
     assert not case.run.exists() and not (case.folder / "runs").exists()
+
+
+def test_a_mistake_found_after_the_warm_start_leaves_no_folder(case, capfd):
+    case.patch("fastgrpo.train._make_policy", lambda module, config, log: log.folder.claim("warm-start") and case.model)
+    check(train.main, ["--max_steps", "1", "--profile", "2", "--output_dir", str(case.run)], "profile", capfd)
+    assert not case.run.exists()
 
 
 def written(file, content):
