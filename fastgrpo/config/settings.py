@@ -7,7 +7,6 @@ line (`--beta 0.04`) and in YAML files (`beta: 0.04`, `--config FILE`).
 import dataclasses
 import math
 import os
-from abc import abstractmethod
 from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Annotated, ClassVar
@@ -39,19 +38,10 @@ class Settings:
 
 
 class TrainingConfig(Settings):
-    """Properties of settings that a trainer needs."""
+    """Properties of settings that a trainer needs, beside the `rows_per_step` of each kind of training."""
 
     command: ClassVar[str]  # the command of the package; a resumed run needs the same one
-
-    @property
-    @abstractmethod
-    def rows_per_step(self) -> int:
-        """Training rows per step."""
-
-    @property
-    @abstractmethod
-    def updates_per_step(self) -> int:
-        """Updates per step."""
+    updates_per_step: ClassVar[int] = 1
 
     @property
     def keeps_first_weights(self) -> bool:
@@ -200,11 +190,6 @@ class SFTConfig(
     def rows_per_step(self) -> int:
         """Rows per step."""
         return self.batch_size
-
-    @property
-    def updates_per_step(self) -> int:
-        """Updates per step."""
-        return 1
 
     @property
     def folder_name(self) -> str:

@@ -123,12 +123,11 @@ def decoupled_advantages(
 
 
 def process_advantages(
-    steps: Sequence[Sequence[tuple[int, float]]], lengths: Sequence[int], group_size: int, *, scale: str = "group",
-    eps: float = 1e-4,
+    steps: Sequence[Sequence[tuple[int, float]]], lengths: Sequence[int], group_size: int, *, scale: str = "group"
 ) -> list[torch.Tensor]:  # fmt: skip
     """Turn step rewards into token advantages (GRPO, arXiv 2402.03300, section 4.1.3).
 
-        A_it = sum of a_ij over the steps j of completion i with end_ij >= t,   a_ij = (r_ij - mean) / (std + eps)
+        A_it = sum of a_ij over the steps j of completion i with end_ij >= t,   a_ij = (r_ij - mean) / (std + 1e-4)
 
     Mean and deviation are taken over all step rewards of the group. `steps` has a sequence, maybe empty, of pairs (end,
     reward) for each completion, and `lengths` its tokens. The result has [T_i] fp64 for each; equal rewards give exact
@@ -142,7 +141,7 @@ def process_advantages(
     rewards = torch.full((len(steps), width), math.nan, dtype=torch.float64)
     for row, of_one in zip(rewards, steps, strict=True):
         row[: len(of_one)] = torch.tensor([reward for _, reward in of_one], dtype=torch.float64)
-    of_steps = group_advantages(rewards.flatten(), group_size * width, scale=scale, eps=eps).view(-1, width)
+    of_steps = group_advantages(rewards.flatten(), group_size * width, scale=scale).view(-1, width)
     advantages = [torch.zeros(length, dtype=torch.float64) for length in lengths]
     for of_one, values, of_tokens in zip(steps, of_steps, advantages, strict=True):
         for (end, _), value in zip(of_one, values, strict=False):

@@ -11,6 +11,7 @@ Shapes: N packed tokens, n lanes in use, K key heads, H query heads, d head widt
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 
 import numpy as np
@@ -401,10 +402,6 @@ def _obstacle(name, device, dtype, head_dim):
     return package_obstacle(FLASH_ATTN)
 
 
-_logged = set()
-
-
+@cache
 def _log_once(name, device):
-    if (name, device) not in _logged:
-        _logged.add((name, device))
-        logger.info("rollout attention on %s: %s", device, name)
+    logger.info("rollout attention on %s: %s", device, name)

@@ -13,7 +13,7 @@ Shapes: N tokens, S rows of logits, D inputs and F outputs of a layer, V vocabul
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -225,10 +225,10 @@ def uses_kernels(policy: Policy) -> bool:
     if device.type != "cuda":
         return False
     problem = obstacle(policy) or (None if HAS_TRITON and launch.runs_on(device) else "the GPU lacks the kernels")
-    if problem not in _logged:
-        _logged.add(problem)
-        logger.info("rollout layers on %s: %s", device.type, f"transformers' ({problem})" if problem else "fused")
+    _log_once(problem)
     return problem is None
 
 
-_logged = set()
+@cache
+def _log_once(problem):
+    logger.info("rollout layers on cuda: %s", f"transformers' ({problem})" if problem else "fused")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgrpo.run.folder import RunFolder
+from fastgrpo.run.metrics import metrics_of
 
 WINDOW = 10  # the moving average is over this many lines of metrics.jsonl
 
@@ -51,7 +52,7 @@ def read_metrics(run_dir: str | Path, say: Callable[[str], None] = print) -> dic
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line:
             continue
-        row = _metrics_of(line)
+        row = metrics_of(line)
         if row is None:
             damaged.append(number)
             continue
@@ -64,19 +65,6 @@ def read_metrics(run_dir: str | Path, say: Callable[[str], None] = print) -> dic
     if damaged:
         say(f"warning: {path}:{damaged[0]} holds no metrics; {len(damaged)} such lines are skipped")
     return series
-
-
-def _metrics_of(line):
-    """Read one line of metrics.jsonl, or return None."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        return None
-    # A large int cannot be a float.
-    ints = all(v is None or isinstance(v, float) or (isinstance(v, int) and abs(v) < 2**63) for v in row.values())
-    return row if ints else None
 
 
 def moving_average(values: list[float], window: int = WINDOW) -> list[float]:
@@ -104,14 +92,12 @@ def is_measured(panel: Panel, series: Mapping[str, Any]) -> bool:
 
 def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print, panels: Sequence[Panel] = PANELS) -> Path:
     """Plot the curves of a run to curves.png, in two rows, without empty panels."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     series = read_metrics(run_dir, say)
     panels = [panel for panel in (with_named(panel, series) for panel in panels) if is_measured(panel, series)]
     columns = max(1, math.ceil(len(panels) / 2))
     figure = Figure(figsize=(4 * columns, 7.5), layout="constrained")
-    FigureCanvasAgg(figure)
     windows = sorted({panel.window for panel in panels if panel.window > 1})
     averages = f"moving average over {' or '.join(map(str, windows))} logged steps"
     figure.suptitle(f"{Path(run_dir).resolve().name}: {averages}")

@@ -18,7 +18,7 @@ from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data.prompts import transcript
 from fastgrpo.ranks import ALONE, Ranks, together
 from fastgrpo.run.folder import LOCK, RunFolder, contents, made_in, remove, see
-from fastgrpo.run.metrics import SAMPLE_COLUMNS, entry, finite, read_lines, reduced
+from fastgrpo.run.metrics import SAMPLE_COLUMNS, entry, finite, metrics_of, reduced
 from fastgrpo.run.resume import open_run
 from fastgrpo.run.terminal import Terminal
 from fastgrpo.run.trackers import TRACKERS, named
@@ -176,8 +176,10 @@ class RunLog:
         """Restore the metrics of a checkpoint."""
         self._pending = state["pending"]
         self.history.clear()
-        for step, values in read_lines(self.dir / "metrics.jsonl", state["metrics_bytes"]):
-            self._note(step, values)
+        path = self.dir / "metrics.jsonl"
+        logged = path.read_bytes()[: state["metrics_bytes"]] if path.is_file() else b""
+        for row in filter(None, map(metrics_of, logged.split(b"\n"))):
+            self._note(row.pop("step"), row)
 
 
 def _line(row):

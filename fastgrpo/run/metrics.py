@@ -14,7 +14,6 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 METRICS = {
@@ -250,21 +249,17 @@ def finite(value: Any) -> Any:
     return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def read_lines(path: Path, size: int) -> list[tuple[int, dict[str, Any]]]:
-    """Read the step and the values of each line in the first `size` bytes of metrics.jsonl."""
+def metrics_of(line: bytes | str) -> dict[str, Any] | None:
+    """Read one line of metrics.jsonl: the step and the metrics, or None."""
     try:
-        with open(path, "rb") as file:
-            lines = file.read(size).decode(errors="replace").splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            values = json.loads(line)
-            found.append((values.pop("step"), values))
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            continue
-    return found
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return None
+    # A large int cannot be a float.
+    ints = all(v is None or isinstance(v, float) or (isinstance(v, int) and abs(v) < 2**63) for v in row.values())
+    return row if ints else None
 
 
 def mean_loss(history: Iterable[Mapping[str, Any]]) -> float:

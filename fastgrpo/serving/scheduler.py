@@ -10,7 +10,6 @@ starves, but clients with the same sampling parameters share the engine better.
 
 import asyncio
 import dataclasses
-import itertools
 import logging
 import math
 import queue
@@ -87,7 +86,7 @@ class Scheduler:
         self.counts = Counter()  # finished requests by reason, and tokens of prompts and completions
         self._posted, self._waiting, self._running = queue.SimpleQueue(), deque(), {}
         self._scoring, self._drained, self._shared = deque(), [], None
-        self._numbers, self._closed = itertools.count(), False
+        self._closed = False
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True) if threaded else None
         if threaded:
             self._thread.start()
@@ -291,9 +290,8 @@ class Scheduler:
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=secrets.randbits(63))
         try:
-            number = next(self._numbers)
-            job.request_id = self.engine.add_request(job.prompt_ids, job.n, sampling, number, draw_key=job.draw_key)
-            self._running[number] = job
+            job.request_id = self.engine.add_request(job.prompt_ids, job.n, sampling, draw_key=job.draw_key)
+            self._running[job.request_id] = job
         except ValueError as error:
             job.deliver((job, error))
 

@@ -55,8 +55,7 @@ class Task:
 
 def find_task(name: str) -> ModuleType:
     """Find the module of a task."""
-    names = [module.name for module in pkgutil.iter_modules(__path__)]
-    tasks = [task for task in names if hasattr(importlib.import_module(f"{__name__}.{task}"), "build")]
+    tasks = [module.name for module in pkgutil.iter_modules(__path__)]
     if name not in tasks:
         raise ValueError(f"task must be one of {', '.join(tasks)}, got {name!r}")
     return importlib.import_module(f"{__name__}.{name}")
