@@ -753,8 +753,8 @@ def merge_ranks(splits: tuple[Tensor, Tensor, Tensor | None], group: str) -> tup
 def recompute_exps(head: Head, rows: RowStats, g: Tensor, h: Tensor | None, exps: Tensor) -> Tensor:
     """Recompute E [N, V] with the log-sum-exp as the anchor, by a fourth product. Return v [N], with dz = v E.
 
-    g [N] is the gradient of the log-probs, h [N] that of the entropies, or None. With h, E is multiplied by
-    g + h (log p + H).
+    g [N] is the gradient with respect to the log-probs, h [N] the one with respect to the entropies, or None. With h, E
+    is multiplied by g + h (log p + H).
     """
     rows = rows.normalized()
     if h is None:

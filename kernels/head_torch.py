@@ -126,7 +126,8 @@ def add_weight_product_(
 def bias_product(exps: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Compute dbias = E^T v in fp32, from E [n, V] and v [n]."""
     # v is scaled so that its largest entry is 1, which every dtype can represent. Rounding v to bf16 would add an error
-    # as large as that of E; split into two bf16 columns, v has an error of 2^-17. The product reads E once for both.
+    # as large as the rounding error of E. As a sum of two bf16 columns, v has an error of 2^-17. One product reads E
+    # once for both columns.
     factor = v.abs().amax().clamp(min=1e-30)
     high = (v / factor).to(exps.dtype)
     low = (v / factor - high).to(exps.dtype)

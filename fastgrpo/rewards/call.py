@@ -393,9 +393,9 @@ def _read(outcome, notes, count):
 class Judging:
     """Judges groups of completions as they finish, and gathers the results of all ranks.
 
-    A reward function in this process gets the completions of its own rank in one call. One in another process gets a
-    group as soon as it is added, perhaps before the training step of the completions. `step` is the `global_step` that
-    this function gets; None means the current step of the state.
+    A reward function in this process gets the completions of its own rank in one call. A function in another process
+    gets each group as soon as it is added. The training step of these completions may begin later, so `step` is the
+    `global_step` to pass to the function; None passes the current step.
     """
 
     def __init__(

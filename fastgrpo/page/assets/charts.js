@@ -95,8 +95,8 @@ function whereIs(run, step, state) {
 }
 
 /**
- * The moving average over the last lines. A point of a thinned curve stands for the mean of its stretch, the lines
- * since the point before it. The oldest stretch counts only with those of its lines that are within the window.
+ * The moving average over the last lines. A point of a thinned curve has the mean of all lines since the point before
+ * it. If the window begins among these lines, only those within the window count, each with this mean.
  */
 function smoothed({ value, mean, lines: stretches }, lines) {
   const values = mean || value;
