@@ -5,6 +5,7 @@
 Without a name all parts run. A part that fails does not stop the next one; the exit status is then 1.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -24,8 +25,19 @@ PARTS = {  # the tests of each part; "rest" has the slow tests of all other fold
     "resume": ("tests/tasks", "tests/whole", "-k", RESUME),
 }
 PARTS["rest"] = ("tests", *sorted({f"--ignore={x}" for part in PARTS.values() for x in part if x.startswith("tests/")}))
-PARTS["quantization"] = ("tests/policy", "tests/whole", "-k", "int8 or nf4 or quantiz")
-QUANTIZATION = ("torchao", "bitsandbytes")
+PARTS["quantization"] = (
+    "tests/policy",
+    "tests/whole",
+    "tests/trainer/test_optim.py",
+    "-k",
+    "8_bit or int8 or nf4 or quantiz",
+)
+PARTS["clients"] = ("tests/serving/test_clients.py", "tests/tools/test_openenv.py")
+PACKAGES = {  # for one part only: torchao warns in every process that finds it, and the clients need a hundred others
+    "quantization": ("torchao", "bitsandbytes"),
+    "clients": ("openai", "lm-eval", "verifiers", "renderers", "openenv-core"),
+}
+PIP = (sys.executable, "-m", "pip", "install", "-q", "-c", "constraints.txt")
 
 
 def run(part: str, arguments: list[str]) -> int:
@@ -33,11 +45,13 @@ def run(part: str, arguments: list[str]) -> int:
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     with tempfile.TemporaryDirectory() as folder:
         marked = "slow"
-        if part == "quantization":  # apart from the environment, because torchao warns in every process that finds it
+        if part in PACKAGES:
             marked = ""
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
-            install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "-c", "constraints.txt"]
-            subprocess.run([*install, "--target", folder, *QUANTIZATION], cwd=ROOT, check=True)
+            plan = [*PIP, "--dry-run", "--report", "-", *PACKAGES[part]]  # which packages the environment lacks
+            found = json.loads(subprocess.run(plan, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)["install"]
+            missing = ["{name}=={version}".format(**each["metadata"]) for each in found]
+            subprocess.run([*PIP, "--no-deps", "--target", folder, *missing], cwd=ROOT, check=True)
         command = [sys.executable, "-m", "pytest", "-m", marked, "--dist", "loadfile", "-q", *PARTS[part], *arguments]
         return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 

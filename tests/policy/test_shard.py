@@ -4,13 +4,13 @@ As a script, `python test_shard.py FOLDER SIZE` forks SIZE ranks over gloo on th
 """
 
 import functools
-import importlib.util
 import json
 import math
 import sys
 import tempfile
 import traceback
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,8 @@ from fastgrpo.rollout.hf import HFBackend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.trainer.optim import MasterAdamW
 
-CHECKS, LONG = {}, "gradients_of_every_architecture"  # by name; and the one that takes minutes, on 4 ranks only
+CHECKS, QUANTIZED = {}, "quantized_references"  # by name; and the one that needs torchao
+LONG = "gradients_of_every_architecture"  # takes minutes, on 4 ranks only
 
 
 def check(function):
@@ -355,8 +356,6 @@ def whole_weights(ranks):
 
 @check
 def quantized_references(ranks):
-    if importlib.util.find_spec("torchao") is None:
-        return  # the test skips
     plain, sharded = policies(ranks, hidden_size=64)
     gathers = gathers_of(sharded)
     truth, reference = (make_reference(policy, 0.1, quantization="int8") for policy in (plain, sharded))
@@ -382,7 +381,7 @@ def make(folder):
     ranks = join("cpu", LIMIT / 2)
     with open(f"{folder}/{ranks.rank}.jsonl", "w", buffering=1) as out:
         for name, function in CHECKS.items():
-            if name == LONG and ranks.size != 4:
+            if (name == LONG and ranks.size != 4) or (name == QUANTIZED and not find_spec("torchao")):
                 continue
             try:
                 function(ranks)
@@ -397,7 +396,7 @@ CASES = [(name, size) for size in (2, 1, 4) for name in CHECKS if name != LONG o
 
 @pytest.mark.parametrize("name, size", [pytest.param(*x, marks=() if x[1] == 2 else pytest.mark.slow) for x in CASES])
 def test_shards(name, size):
-    if name == "quantized_references" and importlib.util.find_spec("torchao") is None:
+    if name == QUANTIZED and not find_spec("torchao"):
         pytest.skip("the quantization extra is not installed")
     for rank, of_rank in enumerate(results_of(size)):
         assert name in of_rank, f"rank {rank} ended with {list(of_rank)[-1:]}"

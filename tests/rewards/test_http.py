@@ -42,8 +42,9 @@ class Server:
         self.paths[path] += 1
         if path == "starts" and self.paths[path] == 1:
             raise httpx.ConnectError("connection refused")
-        if path in ANSWERS and (path not in ("flaky", "busy") or self.paths[path] <= 2):
+        if path in ANSWERS and self.paths[path] <= {"flaky": 4, "busy": 2}.get(path, 99):
             status, headers, text = ANSWERS[path]
+            status = (408, 502, 503, 504)[self.paths[path] - 1] if path == "flaky" else status
             if path == "busy" and self.paths[path] == 2:
                 headers = {"retry-after": "86400"}
             secrets = {"key": request.headers.get("authorization"), "query": request.url.query.decode()}
@@ -136,7 +137,7 @@ def test_a_server_that_is_not_ready_is_asked_again(server):
     url, application = server
     sleeps = Sleeps()
     assert judge(HttpScorer(f"{url}/flaky", sleep=sleeps), ["right"]) == [1.0]
-    assert application.paths["flaky"] == 3 and len(sleeps) == 2
+    assert application.paths["flaky"] == 5 and len(sleeps) == 4
     assert 0 <= sleeps[0] <= http.FIRST_WAIT and 0 <= sleeps[1] <= 2 * http.FIRST_WAIT
     sleeps = Sleeps()
     assert judge(HttpScorer(f"{url}/busy", sleep=sleeps), ["right"]) == [1.0]

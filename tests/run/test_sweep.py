@@ -26,13 +26,14 @@ from pathlib import Path
 run = Path(sys.argv[len(sys.argv) - sys.argv[::-1].index("--output_dir")])  # the last one counts
 wanted = json.loads((run.parent.parent / "wanted").read_text()).get(run.name, "end")
 print("a line", file=sys.stderr)
-assert sys.argv[-2:] == ["--quiet", "False"]  # a log has all lines, however quiet the sweep itself is
+resumes = ["--resume_from_checkpoint", "auto", "--overwrite_output_dir", "False"]
+assert sys.argv[-6:] == [*resumes, "--quiet", "False"]  # a log has all lines, however quiet the sweep itself is
 if wanted == "fail":
     sys.exit("error: the reason")
 run.mkdir(exist_ok=True)
 shutil.copy(run.parent.parent / "settings" / run.name / "config.json", run)
 (run / "pid").write_text(str(os.getpid()))
-(run / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\\n')
+(run / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "reward": i}) + "\\n" for i in range(1, 13)))
 while wanted == "wait":
     time.sleep(0.01)
 summary = {"accuracy_before": 0.25, "accuracy_after": 0.5, "steps": 1, "num_tokens": 9, "wall_seconds": 1.0}
@@ -97,7 +98,7 @@ def test_makes_every_run_once_and_continues_after_a_failure(make, tmp_path, caps
     assert "2 runs, 1 of them done already" in make()
     titles, first, *rest = (folder / "sweep.csv").read_text().splitlines()
     assert titles == "setting,seed,accuracy_before,accuracy_after,reward,steps,num_tokens,wall_seconds"
-    assert first == "num_generations=2,0,0.25,0.5,0.5,1,9,1.0" and len(rest) == 1
+    assert first == "num_generations=2,0,0.25,0.5,7.5,1,9,1.0" and len(rest) == 1
     assert {"sweep.csv", "sweep.png", f"{RUNS[0]}.log"} <= made_in(folder)
     assert (folder / "sweep.png").stat().st_size > 10_000
     assert (folder / f"{RUNS[0]}.log").read_text() == "a line\n"

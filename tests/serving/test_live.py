@@ -33,6 +33,7 @@ class Client(TrainerCallback):
 
     def ask(self, url):
         try:
+            assert httpx.get(f"{url}/models").status_code == 401
             with httpx.Client(timeout=60, headers={"authorization": "Bearer key"}) as client:
                 post = partial(client.post, url.replace("/v1", "/inference/v1/generate"))
                 while len({version for version, *_ in self.single}) < 3:

@@ -14,6 +14,7 @@ import torch
 from processes import awaited
 from server import TOOL, start
 
+from fastgrpo import serve
 from fastgrpo.data.records import StopReason
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
@@ -220,6 +221,24 @@ def test_many_clients_share_the_engine(server):
 
     counts = [reply.json()["usage"]["completion_tokens"] for reply in asyncio.run(ask())]
     assert counts == [body["max_tokens"] for body in bodies]
+    server.client.post("/pause?mode=wait")
+    with ThreadPoolExecutor() as pool:
+        body = {"prompt": "a", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+        replies = [pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60) for _ in range(4)]
+        awaited(lambda: server.scheduler.open == 4)
+        before = server.engine.steps
+        server.client.post("/resume")
+    assert all(reply.result().is_success for reply in replies) and server.engine.steps - before < 80
+
+
+def test_the_command_passes_its_flags(tmp_path, monkeypatch):
+    monkeypatch.setenv(app.KEY, "secret")
+    made, path = [], str(tiny.save(tmp_path / "model"))
+    http = SimpleNamespace(run=lambda sockets: made[0].scheduler.close())
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        monkeypatch.setattr(app, "listen", lambda server, *at: made.append(server) or (http, opened))
+        assert serve.main([path, "--max_model_len", "99", "--max_requests", "3", "--device", "cpu"]) == 0
+    assert (made[0].key, made[0].max_model_len, made[0].scheduler.max_requests) == ("secret", 99, 3)
 
 
 @pytest.mark.parametrize("how", ["stream", "answer", "waiting", "stopped"])
@@ -233,8 +252,10 @@ def test_a_client_that_leaves_frees_its_lanes(server, how):
     send(leaver, "/v1/completions", body)
     awaited(lambda: server.scheduler.open == 1 + (how == "waiting"))
     awaited(lambda: server.engine.running)
+    server.client.post("/pause?mode=keep")  # no request ends by itself
     leaver.close()
-    awaited(lambda: server.scheduler.open == (how == "waiting"))
+    awaited(lambda: server.scheduler.open == (how == "waiting") and server.scheduler.lengths == (how == "waiting", 0))
+    server.client.post("/resume")
     holder.close()
 
 
@@ -260,10 +281,10 @@ def test_pause_modes(server, post):
         assert last["choices"][0]["finish_reason"] == "abort"
     with ThreadPoolExecutor() as pool:
         client.post("/resume")
-        before, reply = steps(), pool.submit(client.post, "/v1/completions", json=LONG)
+        before, reply = steps(), pool.submit(client.post, "/v1/completions", json=LONG | {"return_token_ids": True})
         awaited(lambda: steps() > before + 5)
         client.post("/pause?mode=abort")
-        assert len(reply.result().json()["choices"][0]["text"]) >= 5  # what was drawn is returned
+        assert len(reply.result().json()["choices"][0]["token_ids"]) >= 5  # what was drawn is returned
     with pytest.raises(httpx.ReadTimeout):  # what comes now waits
         client.post("/v1/completions", json={"prompt": "a"}, timeout=httpx.Timeout(60, read=0.2))
     client.post("/resume")
@@ -322,8 +343,7 @@ def test_an_engine_failure_ends_its_requests_only(server, post, monkeypatch):
 
 
 def test_limits_and_keys(monkeypatch):
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
-    limits = {"max_requests": 2, "max_body_bytes": 1000, "request_timeout": 0.5, "max_model_len": 500}
+    limits = {"max_requests": 2, "max_body_bytes": 1000, "max_model_len": 500}
     server = start(tiny.tokenizer(), api_key="käse", max_num_seqs=2, **limits)
     try:
         client, long = server.client, {"prompt": "a", "max_tokens": 499, "ignore_eos": True}
@@ -339,11 +359,16 @@ def test_limits_and_keys(monkeypatch):
         assert client.post("/v1/completions", json=long | {"prompt": ["a"] * 3}).status_code == 400
         assert client.post("/v1/chat/completions", json=HI).status_code == 400  # no chat template
         server.scheduler.paused = "keep"
-        with client.stream("POST", "/v1/completions", json=long | {"prompt": ["a"] * 2, "stream": True}) as reply:
+        two = long | {"prompt": ["a"] * 2, "stream": True}
+        with client.stream("POST", "/v1/completions", json=two):
             busy = client.post("/v1/completions", json=long)
             assert busy.status_code == 429 and busy.json()["error"]["type"] == "rate_limit_error"
+        awaited(lambda: not server.scheduler.open)
+        server.app.request_timeout = 0.2
+        with client.stream("POST", "/v1/completions", json=two) as reply:
             assert '"timeout_error"' in reply.read().decode()
         assert client.post("/v1/completions", json=long).status_code == 504
+        monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
         with socket.create_connection(server.client.base_url.netloc.decode().split(":")) as slow:
             slow.sendall("POST /v1/completions HTTP/1.1\r\nauthorization: Bearer käse\r\n".encode())
             slow.sendall(b"host: a\r\ncontent-length: 99\r\n\r\n{")

@@ -81,8 +81,8 @@ def start(command, *, count=2, launcher=("--standalone",), **environment):
 def started(command, folder, **environment):
     """Start a launcher whose output goes to a folder. Yields the job, of which nothing lives on."""
     kept = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
-    job = Job(command, folder, {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment})
+    path = [str(ROOT), str(ROOT / "tests" / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    job = Job(command, folder, {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path), **environment})
     try:
         yield job
     finally:

@@ -19,7 +19,8 @@ def start(tokenizer, max_num_seqs=8, max_requests=1024, **settings):
     """Start a server; returns its parts, a client, and a function that ends it."""
     model = tiny.model(vocab_size=258, max_position_embeddings=2048)
     scheduler = Scheduler(RolloutEngine(model, max_num_seqs=max_num_seqs, continuous=True), max_requests)
-    http, opened = listen(Server(scheduler, tokenizer, ["tiny"], **settings), "127.0.0.1", 0)
+    app = Server(scheduler, tokenizer, ["tiny"], **settings)
+    http, opened = listen(app, "127.0.0.1", 0)
     thread = threading.Thread(target=http.run, kwargs={"sockets": [opened]})
     thread.start()
     url = "http://{}:{}".format(*opened.getsockname())
@@ -32,5 +33,5 @@ def start(tokenizer, max_num_seqs=8, max_requests=1024, **settings):
     while not http.started:
         time.sleep(0.01)
     client = httpx.Client(base_url=url, timeout=60)
-    parts = {"tokenizer": tokenizer, "scheduler": scheduler, "engine": scheduler.engine, "client": client}
+    parts = {"app": app, "tokenizer": tokenizer, "scheduler": scheduler, "engine": scheduler.engine, "client": client}
     return SimpleNamespace(**parts, url=url, stop=stop)

@@ -73,9 +73,10 @@ def test_the_expected_gradient_is_that_of_the_policy_over_the_kept_tokens(filter
 
 
 def test_a_run_with_a_penalty_learns_and_is_judged_without_it(tmp_path, monkeypatch):
-    settings = {"repetition_penalty": 1.5, "importance_sampling_mode": "token_truncate"}
+    settings = {"repetition_penalty": 1.5, "importance_sampling_mode": "token_truncate", "min_p": 0.01}
+    settings |= {"eval_num_generations": 2, "prompts_per_step": 1}
     rows = [{"prompt": "ab"}]
-    trainer = make_trainer(tmp_path, rising, rows, rows, max_steps=1, prompts_per_step=1, **settings)
+    trainer = make_trainer(tmp_path, rising, rows, rows, max_steps=1, **settings)
     seen, add = [], trainer.engine.add_request
     monkeypatch.setattr(
         trainer.engine, "add_request", lambda *given, **named: seen.append(given) or add(*given, **named)
@@ -84,7 +85,8 @@ def test_a_run_with_a_penalty_learns_and_is_judged_without_it(tmp_path, monkeypa
     (row,) = [row for row in lines(tmp_path / "run") if "sampler/logp_gap_mean" in row]
     assert row["sampler/logp_gap_mean"] < 1e-5  # the old policy's log-probs are those without the penalty
     assert row["sampling/sampling_logp_difference/max"] > 0.01
-    assert [sampling.penalizes for _, count, sampling in seen] == [False, True, False]
+    changed = [(sampling.penalizes, sampling.min_p > 0) for *_, sampling in seen]
+    assert changed == [*[(False, False)] * 2, (True, True), *[(False, False)] * 2]
     assert trainer.sampling.penalizes
 
 

@@ -11,6 +11,7 @@ import torch
 from resumed import assert_same_run
 from runs import lines, logps_of
 from runs import make_trainer as make_grpo
+from safetensors.torch import load_file
 from updates import before_each_step, make_update
 
 from fastgrpo import SFTConfig, SFTTrainer, linear_grpo_loss
@@ -130,7 +131,8 @@ def test_the_warm_start_learns_its_completions():
 def test_adapters_are_trained_and_merged(tmp_path):
     trainer = make_trainer(tmp_path, use_peft=True, lora_r=2, lora_target_modules="all-linear", max_steps=2)
     trainer.train()
-    assert (tmp_path / "run" / "merged" / "model.safetensors").exists()
+    before, after = (load_file(tmp_path / x / "model.safetensors") for x in ("model", "run/merged"))
+    assert all(torch.equal(before[name], after[name]) != ("_proj.weight" in name) for name in before)
     state = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())
     assert state["command"] == "sft" and state["model_digest"]
 

@@ -1,14 +1,10 @@
 """A run that was stopped or damaged goes on and is, to the last bit, the run that was not; or it is refused by name."""
 
-import multiprocessing
-import random
 import signal
-import time
 from functools import partial
 
 import pytest
 import tiny
-import torch
 from resumed import Crash, acting, assert_same_run, crash, make_trainer
 from runs import lines
 
@@ -71,40 +67,6 @@ def test_resumes_every_kind_of_policy_and_reference_bit_for_bit(tmp_path, settin
     assert_same_run(run, tmp_path / "whole")
     assert (run / "merged").exists() == ("use_peft" in settings)
     assert [row["step"] for row in lines(run) if "ref/kl_error" in row] == ([3] if quantized else [])
-
-
-def train(folder, name):
-    torch.set_num_threads(1)
-    how = {"max_steps": 60, "save_steps": 1, "save_total_limit": 3, "resume_from_checkpoint": "auto"}
-    make_trainer(folder, name, **how).train()
-
-
-def life(folder, name, kill_after=None, once_saved=True):
-    """A run in a process of its own: to its end, or until SIGKILL so long after its start or its first checkpoint."""
-    saved = lambda: max(checkpoints(folder / name), default=0) if (folder / name).exists() else 0  # noqa: E731
-    context, before = multiprocessing.get_context("forkserver"), saved()
-    process = context.Process(target=train, args=(folder, name))
-    process.start()
-    if kill_after is not None:
-        while once_saved and process.is_alive() and saved() == before:
-            time.sleep(0.01)
-        time.sleep(kill_after)
-        process.kill()
-    process.join()
-    assert process.exitcode == (0 if kill_after is None else -signal.SIGKILL)
-    return saved() - before
-
-
-@pytest.mark.slow
-def test_kills_at_random_moments_change_nothing(tmp_path):
-    """Close after a checkpoint, a while after it, and while the process starts."""
-    multiprocessing.set_forkserver_preload(["fastgrpo.trainer"])
-    life(tmp_path, "whole")
-    rng, run = random.Random(0), tmp_path / "run"
-    moments = [(rng.uniform(0, longest), longest != 0.5) for longest in (0.1, 1, 0.5) * 2]
-    kept = [life(tmp_path, "run", *moment) for moment in moments]
-    assert sum(kept) + life(tmp_path, "run") == 60 and not list(run.glob("stale-*")), kept
-    assert_same_run(run, tmp_path / "whole")
 
 
 def test_resuming_a_finished_run_changes_nothing(whole):
