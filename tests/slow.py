@@ -35,7 +35,7 @@ PARTS["quantization"] = (
 PARTS["clients"] = ("tests/serving/test_clients.py", "tests/tools/test_openenv.py")
 PACKAGES = {  # for one part only: torchao warns in every process that finds it, and the clients need a hundred others
     "quantization": ("torchao", "bitsandbytes"),
-    "clients": ("openai", "lm-eval", "verifiers", "renderers", "openenv-core"),
+    "clients": ("openai", "lm-eval[api]", "verifiers", "renderers", "openenv-core"),
 }
 PIP = (sys.executable, "-m", "pip", "install", "-q", "-c", "constraints.txt")
 

@@ -95,7 +95,7 @@ class OpenEnv:
 
     def __del__(self):
         if self._connection is not None and self._loop.is_running():
-            asyncio.run_coroutine_threadsafe(self._connection._close_async(), self._loop)
+            asyncio.run_coroutine_threadsafe(self._connection.close(), self._loop)
 
 
 def from_client(client: "Callable[[], EnvClient]", action: type, columns: Sequence[str] = ()) -> type[OpenEnv]:

@@ -1,6 +1,6 @@
 """Real clients against the server: openai, lm-eval, renderers and verifiers. A client that is not installed is skipped.
 
-pip install openai 'lm-eval[api]' verifiers renderers && python -m pytest -m slow tests/serving/test_clients.py
+make test-slow PARTS=clients installs them for its own run.
 """
 
 import asyncio

@@ -26,6 +26,7 @@ from fastgrpo.integrations.openenv import from_client
 from fastgrpo.tools.dialogue import Dialogue
 from fastgrpo.tools.environments import Environments
 
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 SESSIONS = 4
 
 
