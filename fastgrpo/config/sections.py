@@ -370,8 +370,8 @@ class SamplesConfig:
 
     log_completions: bool = False
     """Write all completions of a logged step to samples.jsonl, and to completions/completions_STEP.parquet. Also print
-    them as a table, and send the table to W&B and trackio. False writes at most 64 completions (whole groups) to
-    samples.jsonl."""
+    them as a table, and send the table to W&B and trackio. False writes whole groups to samples.jsonl: up to
+    64 completions, at least one group."""
     num_completions_to_print: Count | None = None
     """Print at most N completions in the table in the terminal. None prints all of them."""
 

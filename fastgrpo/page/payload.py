@@ -6,14 +6,15 @@ The curves of a run share their axes; `at` holds the positions of a curve's poin
 import bisect
 import dataclasses
 import datetime
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 from fastgrpo.page.reading import Run, finite
 from fastgrpo.page.samples import read_samples, short, text_of, usable
-from fastgrpo.run.curves import PANELS, Panel, is_measured, with_named
-from fastgrpo.run.metrics import METRICS
+from fastgrpo.run.curves import PANELS, Panel, is_measured, three_digits, with_named
+from fastgrpo.run.metrics import meaning
 
 SAMPLES_BYTES = 6_000_000  # samples of all runs: the page stays below 12 MB, with 2 MB of plotly
 POINTS = 2000  # maximum per curve; a chart is narrower
@@ -39,10 +40,8 @@ def payload(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
             for panel in (with_named(panel, names) for panel in [*panels, *_missing(panels)])
             if any(is_measured(panel, run.series) for run in runs)
         ],
-        "metrics": METRICS,
-        "runs": [
-            _run(run, COLORS[place % len(COLORS)], points, SAMPLES_BYTES // len(runs)) for place, run in enumerate(runs)
-        ],
+        "metrics": {name: meaning(name) for name in names},
+        "runs": [_run(run, _color(place), points, SAMPLES_BYTES // len(runs)) for place, run in enumerate(runs)],
     }
 
 
@@ -52,11 +51,20 @@ def _missing(panels):
     return [panel for panel in PANELS if set(panel.metrics) & set(ALWAYS) - shown]
 
 
+def _color(place):
+    """The color of a run. Runs after the first ten have darker colors, those after the next ten brighter ones."""
+    turn, color = divmod(place, len(COLORS))
+    parts = [min(255, round(part * (1, 0.6, 1.35)[turn % 3])) for part in bytes.fromhex(COLORS[color][1:])]
+    return f"#{bytes(parts).hex()}"
+
+
 def _run(run, color, points, budget):
     axes, series, note = _curves(run, points)
     shown, more = run.warnings[:WARNINGS], len(run.warnings) - WARNINGS
     weights = usable(run.config.get("reward_weights"))
     samples, rewards = read_samples(run.folder, budget, weights)
+    if run.config.get("command") == "sft":
+        samples["note"] = "Supervised training generates no completions."
     if more > 0:
         shown = [*shown, {"step": run.warnings[-1]["step"], "text": f"{more:,} more warnings are in warnings.jsonl"}]
     return {
@@ -80,10 +88,11 @@ def _run(run, color, points, budget):
 def _curves(run, points):
     """Thin the curves of a run. Returns axes, curves, and a note if any was thinned."""
     kept = {name: kept_of(values, points) for name, (_, values) in run.series.items()}
-    # The stages of a step are stacked, so all of them keep the points of the whole step.
-    whole = run.series.get("step_time", ([], []))
-    stages = [name for name in kept if name.startswith("time/") and run.series[name][0] == whole[0]]
-    kept |= {name: kept["step_time"] for name in stages}
+    # Stages are stacked, so they keep the points of the whole step. The ends of an interval keep those of its metric.
+    for name in kept:
+        whole = "step_time" if name.startswith("time/") else re.sub("/ci95_(low|high)$", "", name)
+        if whole in kept and run.series[whole][0] == run.series[name][0]:
+            kept[name] = kept[whole]
     steps = sorted({run.series[name][0][place] for name, places in kept.items() for place in places})
     place_of = {step: place for place, step in enumerate(steps)}
     series, thinned = {}, 0
@@ -190,9 +199,10 @@ def _held_out(run, metric, label):
     if not values:
         return None
     first, last = _interval(run, metric, steps[0]), _interval(run, metric, steps[-1])
+    first = first and f"95% interval: {first}"
     if len(values) == 1:
-        return label, number(values[0]), " ".join(filter(None, (f"at step {steps[0]:,}", first and f"95%: {first}")))
-    parts = [first and f"95%: {first} → {last}", "" if steps[0] == 0 else f"steps {steps[0]:,} and {steps[-1]:,}"]
+        return label, number(values[0]), " ".join(filter(None, (f"at step {steps[0]:,}", first)))
+    parts = [first and f"{first} → {last}", "" if steps[0] == 0 else f"steps {steps[0]:,} and {steps[-1]:,}"]
     return label, f"{number(values[0])} → {number(values[-1])}", "; ".join(filter(None, parts))
 
 
@@ -225,7 +235,7 @@ def _tokens(run):
         return None
     for size, unit in ((1e9, " billion"), (1e6, " million")):
         if total >= size:
-            return "Tokens", f"{total / size:.3g}{unit}", "prompts and completions"
+            return "Tokens", f"{three_digits(total / size)}{unit}", "prompts and completions"
     return "Tokens", f"{total:,.0f}", "prompts and completions"
 
 
@@ -234,8 +244,9 @@ def _seconds(run, steps):
     total = finite(run.summary.get("wall_seconds")) if run.finished else in_steps
     if total is None:
         return None
-    parts = [f"{duration(in_steps)} of it in steps" if run.finished else "in steps"] if in_steps else []
-    parts += [f"{in_steps / steps:.3g} s per step"] if in_steps and steps else []
+    without = "without evaluations and checkpoints"
+    parts = [f"{duration(in_steps)} of it in training steps" if run.finished else without] if in_steps else []
+    parts += [f"{three_digits(in_steps / steps)} s per step"] if in_steps and steps else []
     return "Time", duration(total), ", ".join(parts)
 
 
@@ -256,7 +267,7 @@ def cumulative_seconds(run: Run) -> dict[int, float]:
 
 def number(value: float) -> str:
     """Format a figure with three decimals, or three digits if it is far from 1."""
-    return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 100 else f"{value:.3g}"
+    return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 100 else three_digits(value)
 
 
 def duration(seconds: float) -> str:

@@ -15,6 +15,7 @@ from fastgrpo.run.checkpoint import checkpoints
 from fastgrpo.run.curves import read_metrics
 from fastgrpo.run.folder import SWEEP_TABLE, made_in
 
+NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)")  # in the name of a sweep's run, such as 1e-4
 VERSIONS = re.compile(r"^## Versions\n+((?:- .+\n?)+)", re.MULTILINE)  # in the model card of a checkpoint
 
 
@@ -50,7 +51,8 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 def _runs_of(folder):
     if (folder / "metrics.jsonl").is_file():
         return [folder]
-    inside = sorted(path.parent for path in folder.glob("*/metrics.jsonl")) if folder.is_dir() else []
+    inside = [path.parent for path in folder.glob("*/metrics.jsonl")] if folder.is_dir() else []
+    inside.sort(key=lambda run: [float(part) if i % 2 else part for i, part in enumerate(NUMBER.split(run.name))])
     if inside and SWEEP_TABLE in made_in(folder):
         return inside
     told = f"{folder} is not the folder of a run: it has no metrics.jsonl"

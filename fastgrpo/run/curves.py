@@ -34,8 +34,8 @@ PANELS = (
     Panel("Clipped tokens", "share", ("clip_ratio/low_mean", "clip_ratio/high_mean")),
     Panel("Completion length", "tokens", ("completions/mean_length",)),
     Panel("Entropy", "nats per token", ("entropy",)),
-    Panel("Advantage magnitude", "mean |A|", ("advantage/abs_mean",)),
-    Panel("Informative groups", "share of groups", ("frac_informative",)),
+    Panel("Advantage magnitude", "mean absolute advantage", ("advantage/abs_mean",)),
+    Panel("Informative groups", "share of groups whose rewards differ", ("frac_informative",)),
 )
 # The panels of supervised training.
 SUPERVISED_PANELS = (
@@ -188,6 +188,11 @@ def _held_out(run_dir, panels):
             before = f"{told[0]} -> " if steps[0] == 0 and len(steps) > 1 else ""
             rows.append((label, before + told[-1]))
     return rows
+
+
+def three_digits(value: float) -> str:
+    """Format a number with three digits, and from 1,000 on without decimals."""
+    return f"{value:,.0f}" if 999.5 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:

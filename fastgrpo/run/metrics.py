@@ -150,12 +150,19 @@ SAMPLE_COLUMNS = (
     "step", "group", "prompt", "completion", "rewards", "advantage", "finish_reason", "tokens", "clipped",
     "token_ends", "logps", "ratios", "clipped_tokens", "turns", "calls",
 )  # fmt: skip
-_PATTERNS = [re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(known))) for known in ("step", *METRICS)]
+_PATTERNS = {known: re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(known))) for known in METRICS}
 
 
 def is_known(name: str) -> bool:
     """Return whether a name is a metric of the table, or the step of a line."""
-    return any(pattern.fullmatch(name) for pattern in _PATTERNS)
+    return name == "step" or any(pattern.fullmatch(name) for pattern in _PATTERNS.values())
+
+
+def meaning(name: str) -> str:
+    """Return the meaning of a metric, also of a named held-out data set (eval_easy/...); empty if unknown."""
+    name = re.sub("^(eval|test)(_[^/]+)?/", "eval/", name)
+    # The last one: a bound of eval/pass@{k} also matches the pattern of eval/pass@{k}.
+    return next((METRICS[known] for known, one in reversed(_PATTERNS.items()) if one.fullmatch(name)), "")
 
 
 def mean_given(values: Sequence[float]) -> float:

@@ -90,6 +90,8 @@ def run_sweep(runs: list[SweepRun]) -> None:
                 if not stop and (problem := _make(run, folder, stop)):
                     terminal.last(problem)
                     failed.append(run.name)
+                if stop:
+                    break
                 terminal.advance()
         terminal.close_bar()
         _report(runs, folder, terminal)
@@ -152,7 +154,7 @@ def _report(runs, folder, terminal):
     lines = [["setting", "seed", *FIGURES], *([r.setting, r.config.seed, *figures.values()] for r, figures in done)]
     with open(folder.path / SWEEP_TABLE, "w", newline="") as file:
         csv.writer(file).writerows(lines)
-    terminal.columns([[str(cell) for cell in line] for line in lines])
+    terminal.columns([["" if cell is None else str(cell) for cell in line] for line in lines])
     groups = {run.setting: [folder.path / r.name for r, _ in done if r.setting == run.setting] for run, _ in done}
     figure = Figure(figsize=(12, 5), layout="constrained")
     for axis, (metric, window) in zip(figure.subplots(1, 2), (("reward", WINDOW), ("eval/accuracy", 1)), strict=True):
@@ -165,7 +167,8 @@ def _report(runs, folder, terminal):
             widths = [statistics.stdev(curve[step] for curve in curves) for step in steps] if several else None
             label = f"{setting} ({len(paths)} runs)" if several else setting
             axis.errorbar(steps, means, widths, fmt="o-" if len(steps) == 1 else "-", label=label, elinewidth=0.5)
-        axis.set(title=metric, xlabel="step", ylabel=f"mean over seeds, moving average over {window} logged steps")
+        average = f", moving average over {window} logged steps" if window > 1 else ""
+        axis.set(title=metric, xlabel="step", ylabel=f"mean over seeds{average}")
         axis.legend(*axis.get_legend_handles_labels(), fontsize="small")
     figure.savefig(folder.claim("sweep.png"), dpi=100)
     terminal.last(f"table {folder.path / SWEEP_TABLE}, picture {folder.path / 'sweep.png'}")

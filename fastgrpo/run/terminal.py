@@ -19,7 +19,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from fastgrpo.config.command import escape_controls
-from fastgrpo.run.curves import duration, markdown_table, table
+from fastgrpo.run.curves import duration, markdown_table, table, three_digits
 
 URGENT = re.compile(r"(?:step \d+: )?(warning|error)\b")  # prefix of texts that --quiet still prints
 STYLES = {"warning": "yellow", "error": "bold red"}
@@ -74,8 +74,8 @@ class Terminal:
         """Print the line of a logged step."""
         total = f"/{self.total}" if self.total else ""
         cells = [f"step {step:>{max(1, len(total) - 1)}}{total}"]
-        cells += [f"{name} {value:<8.3g}" for name, value in values.items()]
-        cells += [] if seconds is None else [f"{seconds:.3g} s per step"]
+        cells += [f"{name} {three_digits(value):<8}" for name, value in values.items()]
+        cells += [] if seconds is None else [f"{three_digits(seconds)} s per step"]
         left = self.seconds_left()
         if not self._live() and left:  # a visible bar shows this
             cells.append(f"{duration(left)} left")
@@ -102,7 +102,7 @@ class Terminal:
         """Move the bar, and show the remaining time."""
         self.done += count
         if values:
-            self._shown = " ".join(f"{name} {value:.3g}" for name, value in [*values.items()][:BESIDE])
+            self._shown = " ".join(f"{name} {three_digits(value)}" for name, value in [*values.items()][:BESIDE])
         self._show_left()
         self.bar.update(count)
 

@@ -43,9 +43,9 @@ PANELS = (
     Panel("Accuracy", "share correct", ("accuracy", "eval/accuracy"), ("accuracy", "held-out, greedy")),
     Panel("Calls", "calls per completion", ("tools/call_frequency",)),
     Panel("Failures", "share of calls that failed", ("tools/failure_frequency",)),
-    Panel("Completion length", "drawn tokens", ("completions/mean_length",)),
+    Panel("Completion length", "generated tokens", ("completions/mean_length",)),
     Panel("Entropy", "nats per token", ("entropy",)),
-    Panel("Informative groups", "share of groups", ("frac_informative",)),
+    Panel("Informative groups", "share of groups whose rewards differ", ("frac_informative",)),
 )
 
 

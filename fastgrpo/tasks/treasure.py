@@ -31,7 +31,7 @@ WARM_START = {"steps": 300, "batch_size": 32, "learning_rate": 3e-3}
 PANELS = (
     Panel("Gold", "share of dialogues", ("accuracy", "eval/accuracy"), ("training", "held-out, greedy")),
     Panel("Calls", "calls per completion", ("tools/call_frequency",)),
-    Panel("Completion length", "drawn tokens", ("completions/mean_length",)),
+    Panel("Completion length", "generated tokens", ("completions/mean_length",)),
     Panel("Entropy", "nats per token", ("entropy",)),
 )
 

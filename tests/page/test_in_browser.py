@@ -24,13 +24,14 @@ def report(tmp_path_factory):
     places = itertools.product((1, 5, 40), (0, 1), (0, 2, 1))
     rows = [row(step, group, f"answer {i} of {step}.{group}", i) for step, group, i in places]
     rows += [row(41, 0, text, i, prompt=turns, mine="<u>extra</u>") for i, text in enumerate(NASTY[:-1])]
-    rows += [row(41, 0, NASTY[-1], 4, **TOKENS), row(42, 0, "", 0, **TOOLS), row(42, 0, "b", 1, prompt="c")]
+    rows += [row(41, 0, NASTY[-1], 4, **TOKENS), row(42, 0, "", 0, **TOOLS), row(42, 0, "b", 1, prompt="own")]
     new = write_run(folder / "<new> run", samples=rows, config={"seed": 42, "beta": 0.01})
     older = [row(step, 0, f"old {step}", 1) for step in (1, 30)]
-    old = write_run(folder / "older", samples=older, config={"seed": 7, "beta": 0.01})
+    old, bare = (write_run(folder / name, samples=rows, config={"seed": 7, "beta": 0.01})
+                 for name, rows in (("older", older), ("bare", [])))  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report_command, "draw_curves", lambda run, **_: run / "curves.png")
-        assert report_command.main([str(new), str(old), "--output", str(folder / "report.html")]) == 0
+        assert report_command.main([*map(str, (new, old, bare)), "--output", str(folder / "report.html")]) == 0
     return folder / "report.html"
 
 
@@ -99,7 +100,7 @@ def test_completions_are_sorted(page):
 
     assert order() == [0, 2, 1]
     names = page.all("#samples-sort option")
-    assert names == ["as drawn", "reward", "advantage", "length", "reward right", "reward <b>short</b>"]
+    assert names == ["in order of generation", "reward", "advantage", "length", "reward right", "reward <b>short</b>"]
     orders = {"reward:right": [2, 1, 0], "reward:<b>short</b>": [0, 1, 2], "tokens": [0, 1, 2], "order": [0, 2, 1]}
     for value, expected in orders.items():
         page.choose("#samples-sort", value)
@@ -111,7 +112,7 @@ def test_completions_are_sorted(page):
     assert page.all("#samples .completion h4") == ["Completion 1", "Completion 3", "Completion 2"]
     assert page.all("#samples .completion:first-child .facts :is(dt, dd)") == [
         "reward", "0", "right", "0", "<b>short</b>", "0", "advantage", "−1", "ended by", "stop", "tokens", "5",
-        "clipped", "40 %",
+        "tokens clipped in the update", "40 %",
     ]  # fmt: skip
 
 
@@ -138,12 +139,18 @@ def test_a_search_lists_hits_jumps_to_them_and_marks_them(page):
     search(page, "sum 40.1")
     page.click("#samples .hits button")
     assert where(page) == "Step 40, group 2 of 2" and page.all("#samples .prompt mark") == ["sum 40.1"]
+    search(page, "OWN")  # of one completion
+    assert page.text(".told") == "1 text matches." and len(page.all("#samples .hits li")) == 1
+    page.click("#samples .hits button")
+    assert where(page) == "Step 42, group 1 of 1" and page.all("#samples .completion mark") == ["own"]
+    page.choose("#samples-run", 2)
+    assert where(page) == "There are no samples to show." and all(page.all("#samples .hits, .told", "hidden"))
 
 
 def test_answers_of_tools_are_greyed_between_drawn_tokens(page):
     for by, tokens in (("", []), ("logps", ["😀", " <add 1>", "", " so", " 2", ""])):
         go(page, 42, by=by)
-        assert cards(page) == ["😀 <add 1>[2] so 2[]", "c", "b"]  # a reset has changed a prompt
+        assert cards(page) == ["😀 <add 1>[2] so 2[]", "own", "b"]  # a reset has changed a prompt
         assert page.all("#samples .completion .answer") == ["[2]", "[]"]
         assert page.all("#samples .completion .token") == tokens
     assert page.all("#samples .calls tbody td") == [
@@ -159,7 +166,7 @@ def test_tokens_are_colored_and_tell_their_numbers(page):
     assert page.all(spans) == ["😀", " ", "ja,", " 4", ""]
     assert page.all(spans, "className") == ["token p0", "token p1", "token p3", "token p5", "token p2 empty"]
     assert len(page.all("#samples .legend .token")) == 6
-    assert "Its tokens have no numbers of this kind." in page.text("#samples .completion")
+    assert "No per-token values of this kind were logged" in page.text("#samples .completion")
     page.choose("#samples-color", "ratios")
     assert page.all(spans, "className") == ["token r2", "token r0 clip", "token r3", "token r4 clip", "token r2 empty"]
     page.choose("#samples-color", "clipped")
@@ -178,9 +185,17 @@ def test_scripts_in_texts_are_shown_and_not_run(page):
     assert len(shown[3]) < 5000 and page.text(f"{fourth} > button") == "Show all 1,000,000 characters"
     assert page.all("#samples .prompt .role") == ["system", "tool"] and "\\x1b[2J4" in page.text("#samples .prompt")
     assert page.all("#samples .completion:first-child dd")[-1] == "<u>extra</u>"
-    assert page.all("#samples-run option") == ["<new> run", "older"]
+    assert page.all("#samples-run option") == ["<new> run", "older", "bare"]
     for tag in ("img", "svg[onload]", "u", "i", ".text b"):
         assert page.all(f"#samples {tag}") == [], tag
+
+
+def test_a_button_adds_a_chart(page):
+    page.type("#charts .after select", Keys.ARROW_DOWN)
+    assert page.all(".more h3") == []
+    page.click("#charts .after button")
+    assert page.all(".more h3, .more .note") == ["step_time", "seconds of the whole step"]
+    assert page.all("#charts .after option") == ["num_tokens"]
 
 
 def test_lists_settings_that_differ(page):

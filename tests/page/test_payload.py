@@ -49,11 +49,11 @@ def test_reads_runs_with_damaged_files(tmp_path):
 
 def test_folders_become_runs_with_names_that_differ(tmp_path):
     for name in ("sweep", "other"):
-        for run in ("b", "a"):
+        for run in ("b=1e-2", "b=2e-3"):
             write_run(tmp_path / name / run)
         note(tmp_path / name, "sweep.csv")
-    found = find_runs([tmp_path / "sweep", tmp_path / "other", tmp_path / "sweep" / "a"])
-    names = ["sweep/a", "sweep/b", "other/a", "other/b"]
+    found = find_runs([tmp_path / "sweep", tmp_path / "other", tmp_path / "sweep" / "b=1e-2"])
+    names = ["sweep/b=2e-3", "sweep/b=1e-2", "other/b=2e-3", "other/b=1e-2"]
     assert found == [tmp_path / name for name in names] and names_of(found) == names
     folders = [tmp_path / "x" / "deep" / "run", tmp_path / "y" / "deep" / "run", tmp_path / "other"]
     assert names_of(folders) == ["x/deep/run", "y/deep/run", "other"]
@@ -103,6 +103,7 @@ def test_a_run_with_its_curves_and_settings(tmp_path):
     assert run["series"]["eval/accuracy"] == {"at": [0, 4], "value": [0.3, 0.5]} and run["note"] == ""
     assert run["warnings"] == warnings and run["finished"] and run["rewards"]["counts"] == [[1, 1]]
     settings = {"beta": "0.1", "task": "arithmetic", "model_name_or_path": "null", "report_to": '["none"]'}
+    assert len({run["color"] for run in shown(*[folder] * 30)["runs"]}) == 30
     assert settings.items() <= run["settings"].items() and run["samples"]["steps"][0]["step"] == 1
 
 
@@ -110,11 +111,13 @@ def test_a_long_run_is_thinned_and_says_so(tmp_path):
     spike = {"grad_norm": lambda step: 1000.0 if step == 2_543 else 1.0 + step % 3}
     stages = {f"time/{name}": lambda step: 0.25 for name in ("rollout", "loss")}
     warnings = [{"step": step, "text": "again"} for step in range(WARNINGS + 7)]
-    (run,) = shown(write_run(tmp_path / "a", 4_000, warnings=warnings, **spike, **stages))["runs"]
+    held_out = {"eval/accuracy": lambda step: step % 7, "eval/accuracy/ci95_low": lambda step: -(step % 5)}
+    (run,) = shown(write_run(tmp_path / "a", 4_000, warnings=warnings, **held_out, **spike, **stages))["runs"]
     curve = run["series"]["grad_norm"]
     assert len(curve["at"]) <= POINTS and len(curve["mean"]) == len(curve["lines"]) == len(curve["at"])
     assert run["axes"]["step"][curve["at"][curve["value"].index(1000.0)]] == 2_543
     assert run["series"]["time/rollout"]["at"] == run["series"]["time/loss"]["at"]  # else they cannot be stacked
+    assert run["series"]["eval/accuracy/ci95_low"]["at"] == run["series"]["eval/accuracy"]["at"]
     assert run["axes"]["step"][-1] == 4_000 and run["axes"]["seconds"][-1] == 2_000
     assert "at most 2,000 points" in run["note"]
     assert len(run["warnings"]) == WARNINGS + 1 and run["warnings"][-1]["text"].startswith("7 more warnings")
@@ -125,6 +128,7 @@ def test_supervised_runs_and_runs_without_a_line_have_no_rewards(tmp_path):
     (sft / "samples.jsonl").touch()
     for run in shown(sft, empty)["runs"]:
         assert run["rewards"] is None and run["samples"]["steps"] == []
+    assert shown(sft)["runs"][0]["samples"]["note"] == "Supervised training generates no completions."
     assert shown(empty)["runs"][0]["axes"] == {"step": [], "tokens": [], "seconds": []}
 
 

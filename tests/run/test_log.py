@@ -45,6 +45,7 @@ def test_not_every_metric_is_a_mean(tmp_path, name, values, logged):
             log.step(step, {} if value is None else {name: value})
     assert lines(tmp_path / "run") == [{"step": 3, name: logged}]
     assert set(metrics._REDUCED) <= set(METRICS)
+    assert metrics.meaning("eval_easy/pass@4") == METRICS["eval/pass@{k}"] and metrics.meaning("mine") == ""
 
 
 def test_a_line_is_on_the_disk_at_once_and_the_latest_value_is_known(tmp_path):

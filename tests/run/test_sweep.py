@@ -122,16 +122,18 @@ def test_makes_every_run_once_and_continues_after_a_failure(make, tmp_path, caps
     assert sorted(folder.rglob("*")) == before
 
 
-def test_a_signal_stops_the_runs(make, tmp_path, capsys):
+def test_a_signal_stops_the_runs(make, tmp_path, capsys, monkeypatch):
     def stop_once_it_runs():
         awaited((tmp_path / "sweep" / RUNS[0] / "metrics.jsonl").exists)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=stop_once_it_runs, daemon=True).start()
+    advanced = []
+    monkeypatch.setattr(sweep.Terminal, "advance", lambda _: advanced.append(1))
     with pytest.raises(SystemExit):
         make({name: "wait" for name in RUNS})
     assert "the sweep was stopped; to continue it, repeat the command" in capsys.readouterr().out
-    assert not (tmp_path / "sweep" / RUNS[1]).exists()
+    assert not (tmp_path / "sweep" / RUNS[1]).exists() and not advanced
     assert "0 of them done already" in make()
 
 

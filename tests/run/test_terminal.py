@@ -51,7 +51,7 @@ def run(terminal, clock):
         clock[0] += 1
         terminal.advance(reward=0.123456, accuracy=0.5, kl=1e-5)
         if step % 2 == 0:
-            terminal.logged(step, {"reward": 0.123456, "kl": 1e-5}, 1.0)
+            terminal.logged(step, {"reward": 0.123456, "kl": 1e-5, "length": 1234.6}, 1.0)
         if step == 2:
             with terminal.share("evaluate") as progress:
                 for _ in range(10):
@@ -65,10 +65,10 @@ def run(terminal, clock):
 
 
 PLAIN = """\
-step 2/4  reward 0.123     kl 1e-05     1 s per step  0:02 left
+step 2/4  reward 0.123     kl 1e-05     length 1,235     1 s per step  0:02 left
 step 2: held-out accuracy 0.5
 step 2: warning: it repeats itself
-step 4/4  reward 0.123     kl 1e-05     1 s per step
+step 4/4  reward 0.123     kl 1e-05     length 1,235     1 s per step
   steps  4
   files  a, b
 run folder runs/x
@@ -89,7 +89,7 @@ def test_a_terminal_gets_one_bar_below_the_lines(clock, show):
     assert all(len(bar) <= 80 for bar in bars)
     assert any(re.fullmatch(r"GRPO:  75%\|[^|]+\| 3/4, 0:04 left, reward 0.123 accuracy 0.5", bar) for bar in bars)
     assert any(bar.endswith("| 2/4, evaluate 70%") for bar in bars) and not any("kl" in bar for bar in bars)
-    assert "step 4/4  reward 0.123     kl 1e-05     1 s per step\n" in ESCAPE.sub("", written)  # the bar has the rest
+    assert "kl 1e-05     length 1,235     1 s per step\n" in ESCAPE.sub("", written)  # the bar has the rest
     assert "\x1b[33mstep 2: warning: it repeats itself\x1b[0m\n" in written  # yellow
     assert "│ steps │ 4    │" in ESCAPE.sub("", written)
 

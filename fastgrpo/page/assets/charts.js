@@ -21,14 +21,15 @@ function layout(more) {
     exponentformat: "SI" };
   return { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: front, family: font, size: 12 },
     margin: { l: 8, r: 8, t: 12, b: 8 }, legend: { orientation: "h", y: 1.02, yanchor: "bottom" }, hovermode: "x unified",
-    hoverlabel: { bgcolor: back, bordercolor: line, font: { color: front }, align: "left" },
+    hoverlabel: { bgcolor: back, bordercolor: line, font: { color: front }, align: "left", namelength: -1 },
+    dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", // a finger scrolls the page
     modebar: { bgcolor: card, color: faint, activecolor: front }, ...more,
     xaxis: { ...axis, ...more.xaxis }, yaxis: { ...axis, ...more.yaxis } };
 }
 
 /** Draw a chart that is in view and is not up to date. */
-function draw(chart) {
-  if (!window.Plotly || !chart.inView || !chart.stale) return;
+function draw(chart, inView = chart.inView) {
+  if (!window.Plotly || !inView || !chart.stale) return;
   chart.stale = false;
   const made = chart.make();
   Plotly.react(chart.plot, made.traces, layout(made.layout), CONFIG);
@@ -62,10 +63,11 @@ function refresh() {
 }
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", refresh);
+addEventListener("beforeprint", () => charts.forEach((chart) => draw(chart, chart.plot.offsetParent !== null)));
 
 // The curves of a metric over steps, tokens or time, raw and smoothed, with the warnings.
 
-const AXES = { step: "step", tokens: "tokens", seconds: "time in steps" };
+const AXES = { step: "step", tokens: "tokens", seconds: "training time, without evaluations" };
 const PALETTE = ["#3b82d6", "#e0762a", "#2f9e63", "#c94f9b", "#8f6ed5", "#b8891d", "#1f9fb0", "#d1495b"];
 const DASHES = ["solid", "dash", "dot", "dashdot"];
 const TIMES = [[7200, 3600, "h"], [300, 60, "min"], [0, 1, "s"]]; // from so many seconds on: seconds of a unit, its name
@@ -126,8 +128,9 @@ function styleOf(state, run, order, dashed) {
 function evaluationTrace(run, metric, series, x, name, style) {
   const { color, dash } = style;
   const [low, high] = ["low", "high"].map((end) => run.series[`${metric}/ci95_${end}`]);
-  const bars = low && high && low.value.length === series.value.length ? { error_y: { type: "data", symmetric: false,
-    array: series.value.map((value, place) => high.value[place] - value), thickness: 1, width: 2, color: faded(color),
+  const measured = [low, high].every((end) => end && String(end.at) === String(series.at)); // of the same lines
+  const bars = measured ? { error_y: { type: "data", symmetric: false, thickness: 1, width: 2, color: faded(color),
+    array: series.value.map((value, place) => high.value[place] - value),
     arrayminus: series.value.map((value, place) => value - low.value[place]) } } : {};
   return { x, y: series.value, name, mode: "lines+markers", line: { color, width: 1.5, dash }, marker: { color, size: 6 },
     ...bars };
@@ -139,7 +142,9 @@ function tracesOf(state, run, metric, label, window, style) {
   if (!series || !series.value.length) return [];
   const x = along(run, series.at, state);
   const name = state.runs.length === 1 ? label : `${run.name}: ${label}`;
-  const common = { type: "scatter", hovertemplate: "%{y:.4~g}", legendgroup: metric, showlegend: state.runs.length === 1 };
+  const format = series.value.some((value) => Math.abs(value) >= 1000) ? ",.4~r" : ".4~g"; // 12,350 and not 1.235e+4
+  const common = { type: "scatter", hovertemplate: `%{y:${format}}`, legendgroup: metric,
+    showlegend: state.runs.length === 1 };
   if (isEvaluation(metric)) return [{ ...common, ...evaluationTrace(run, metric, series, x, name, style) }];
   const line = { color: style.color, width: 1.8, dash: style.dash };
   if (state.smooth === 1 || window === 1) return [{ ...common, x, y: series.value, name, mode: modeOf(series), line }];
@@ -162,8 +167,8 @@ function warningsOf(state) {
     x: whereIs(run, step, state), text: label(state.runs.length === 1 ? text : `${run.name}: ${text}`) })));
   if (!marks.length) return { traces: [], shapes: [] };
   const trace = { type: "scatter", mode: "markers", x: marks.map(({ x }) => x), y: marks.map(() => 1), yaxis: "y2",
-    name: "warning", showlegend: false, customdata: marks.map(({ text }) => text), hovertemplate: "%{customdata}",
-    marker: { symbol: "triangle-down", size: 10, color: bad }, cliponaxis: false };
+    name: "warning", showlegend: false, customdata: marks.map(({ text }) => text), cliponaxis: false,
+    hovertemplate: "%{customdata}<extra></extra>", marker: { symbol: "triangle-down", size: 10, color: bad } };
   const shapes = marks.slice(0, 50).map(({ x }) => ({ type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1,
     line: { color: bad, width: 1, dash: "dot" }, opacity: 0.6 }));
   return { traces: [trace], shapes };
@@ -171,7 +176,8 @@ function warningsOf(state) {
 
 function xaxis(state) {
   const unit = state.x === "seconds" ? ` (${state.unit[2]})` : "";
-  return { title: { text: AXES[state.x] + unit }, hoverformat: state.x === "step" ? "d" : ".4~s" };
+  return { title: { text: AXES[state.x] + unit },
+    hoverformat: { step: "d", tokens: ".4~s", seconds: ".4~g" }[state.x] };
 }
 
 /** The metrics of a panel with their labels, those to compare with last. */
@@ -193,11 +199,12 @@ function make(panel, state) {
   const keys = state.runs.length === 1 ? [] : drawn.filter(({ metric }, at) => drawn.findIndex((one) => one.metric === metric) === at)
     .map(({ run, metric, label: named, order, dashed }) => ({ type: "scatter", mode: "lines", x: [null], y: [null], name: named,
       legendgroup: metric, line: { ...styleOf(state, run, order, dashed), color: theme().faint, width: 1.8 } }));
-  const negative = drawn.some(({ run, metric }) => run.series[metric].value.some((value) => value < 0));
+  const values = drawn.flatMap(({ run, metric }) => run.series[metric].value);
   const { traces: marks, shapes } = warningsOf(state);
   return { traces: [...curves, ...keys, ...marks],
     layout: { xaxis: xaxis(state), shapes, showlegend: new Set(drawn.map(({ metric }) => metric)).size > 1,
-      yaxis: { rangemode: negative ? "normal" : "nonnegative" },
+      yaxis: { rangemode: values.some((value) => value < 0) ? "normal" : "nonnegative",
+        exponentformat: values.every((value) => Math.abs(value) < 1e-3) ? "e" : "SI" }, // 1e-6 and not 1μ
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true } } };
 }
 
@@ -213,7 +220,7 @@ function rewards(run, state) {
   const trace = { type: "heatmap", x, y: centers, z: shares, zmin: 0, zmax: 1, hoverongaps: false,
     colorscale: [[0, theme().card], [0.02, `${run.color}30`], [1, run.color]],
     colorbar: { thickness: 8, len: 1, tickformat: ".0%", outlinewidth: 0, tickfont: { color: theme().faint } },
-    hovertemplate: `%{x}<br>reward about %{y:.3~g}: %{z:.0%}<extra></extra>` };
+    hovertemplate: `%{x}<br>reward about %{y:,.3~r}: %{z:.0%}<extra></extra>` };
   return { traces: [trace],
     layout: { xaxis: xaxis(state), hovermode: "closest", yaxis: { title: { text: "total reward" },
       ...(centers.length <= 8 ? { tickvals: centers, ticktext: centers.map(figure) } : {}) } } };
@@ -226,9 +233,9 @@ function stages(run, state) {
   const traces = stagesOf(run).map((name, order) => ({ type: "scatter", mode: modeOf(run.series[name]), stackgroup: "stages",
     name: name.slice(5), x: along(run, run.series[name].at, state), y: smoothed(run.series[name], state.smooth),
     line: { width: 0.5, color: PALETTE[order % PALETTE.length] }, fillcolor: `${PALETTE[order % PALETTE.length]}b0`,
-    hovertemplate: "%{y:.3~g} s" }));
+    hovertemplate: "%{y:,.3~r} s" }));
   return { traces,
-    layout: { xaxis: xaxis(state), yaxis: { title: { text: "s a step" }, rangemode: "tozero" } } };
+    layout: { xaxis: xaxis(state), yaxis: { title: { text: "seconds per step" }, rangemode: "tozero" } } };
 }
 
 /** Add the charts of each run behind the curves. */
@@ -307,12 +314,12 @@ function chooser(state, changed) {
 }
 
 function adder(names, addCurve) {
-  const choice = element("select", { onchange: () => {
-    const [chosen] = choice.selectedOptions;
-    addCurve(chosen.value);
-    chosen.remove();
-    choice.value = "";
-  } }, element("option", { value: "" }, `choose one of ${names.length} more metrics`),
-    ...names.map((name) => element("option", { value: name }, name)));
-  return element("div", { class: "toolbar after" }, element("label", {}, "Add a chart", choice));
+  const choice = element("select", {}, ...names.map((name) => element("option", {}, name)));
+  const button = element("button", { type: "button", onclick: () => {
+    addCurve(choice.value);
+    choice.selectedOptions[0].remove();
+    button.disabled = !choice.length;
+  } }, "Add");
+  button.disabled = !choice.length;
+  return element("div", { class: "toolbar after" }, element("label", {}, "Add a chart", choice), button);
 }

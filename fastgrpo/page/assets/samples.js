@@ -16,6 +16,7 @@ const SCALES = {
 const FIRST = 1500; // characters of a text that are shown at first
 const LISTED = 100; // hits in the list: more are counted and not shown
 const MARKED = 1000; // hits marked in one text
+const APPENDED = "tool result or environment text, not written by the model";
 
 function escaped(hidden) {
   const name = (code) => code > 0xffff ? `\\u{${code.toString(16)}}` : code > 0xff
@@ -96,7 +97,7 @@ function write(parent, completion, by, hits, limit) {
     if (isOver(start)) break;
     const isLast = turn === turns.length - 1, stop = Math.min(isLast ? text.length : given, limit);
     if (turn % 2) {
-      const answer = element("span", { class: "answer", title: "appended, not drawn" });
+      const answer = element("span", { class: "answer", title: APPENDED });
       marked(answer, text, start, stop, hits);
       parent.append(answer);
       start = stop;
@@ -118,11 +119,14 @@ function write(parent, completion, by, hits, limit) {
   }
 }
 
+/** The place, or the next one if this one is within a surrogate pair. */
+const whole = (text, at) => at + /[\udc00-\udfff]/.test(text[at]);
+
 /** Show the start of a text, up to the first hits, and a button for the whole text. */
 function shown(parent, text, hits, append) {
   const box = element("div", { class: "text", dir: "auto", tabindex: "0", role: "group", "aria-label": "Text" });
-  let limit = Math.min(text.length, hits.length ? Math.max(FIRST, hits[Math.min(hits.length, 20) - 1][1] + 200) : FIRST);
-  if (limit < text.length && text.codePointAt(limit - 1) > 0xffff) limit++; // do not split a surrogate pair
+  const enough = hits.length ? Math.max(FIRST, hits[Math.min(hits.length, 20) - 1][1] + 200) : FIRST;
+  const limit = whole(text, Math.min(text.length, enough));
   append(box, limit);
   parent.append(box);
   if (limit === text.length) return;
@@ -186,8 +190,9 @@ function card(completion, order, by, find, weights) {
   fact("advantage", `${advantage > 0 ? "+" : ""}${number(advantage)}`, advantage > 0 ? "up" : advantage < 0 ? "down" : null);
   fact("ended by", completion.finish_reason || "unknown");
   if (completion.calls) fact("turns", number((completion.turn_ends.length + 1) >> 1));
-  fact(completion.calls ? "drawn tokens" : "tokens", number(completion.tokens));
-  fact("clipped", completion.clipped === null ? "unknown" : `${number(100 * completion.clipped, 1)} %`);
+  fact(completion.calls ? "generated tokens" : "tokens", number(completion.tokens));
+  fact("tokens clipped in the update",
+    completion.clipped === null ? "unknown" : `${number(100 * completion.clipped, 1)} %`);
   for (const [name, value] of Object.entries(completion.extras || {})) fact(name, value === null ? "none" : String(value));
   const made = element("article", { class: "completion", "data-order": order },
     element("h4", {}, `Completion ${order + 1}`), list);
@@ -198,7 +203,8 @@ function card(completion, order, by, find, weights) {
   const hits = find(completion.text);
   shown(made, completion.text, hits, (box, limit) => write(box, completion, by, hits, limit));
   if (completion.calls && completion.calls.length) made.append(callsOf(completion));
-  if (by && !valuesOf(completion, by)) made.append(element("p", { class: "note" }, "Its tokens have no numbers of this kind."));
+  if (by && !valuesOf(completion, by)) made.append(element("p", { class: "note" },
+    "No per-token values of this kind were logged for this completion."));
   return made;
 }
 
@@ -277,7 +283,7 @@ class Browser {
   setRun() {
     const step = this.step ?? 0, completions = this.steps.flatMap(({ groups }) => groups.flatMap((group) => group.completions));
     this.note.textContent = this.run.samples.note;
-    this.controls.hidden = this.shown.hidden = !this.steps.length;
+    for (const part of [this.controls, this.told, this.hits, this.shown]) part.hidden = !this.steps.length;
     this.where.textContent = this.steps.length ? "" : "There are no samples to show.";
     if (!this.steps.length) return;
     this.weights = this.run.weights;
@@ -286,8 +292,8 @@ class Browser {
     this.fill(this.color, [["", "nothing"], ...Object.entries(SCALES).filter(([by]) =>
       completions.some((one) => valuesOf(one, by))).map(([by, { name }]) => [by, name])]);
     const names = Array.from(new Set(completions.flatMap(({ rewards }) => Object.keys(rewards))));
-    this.fill(this.sort, [["order", "as drawn"], ["reward", "reward"], ["advantage", "advantage"], ["tokens", "length"],
-      ...(names.length > 1 ? names.map((name) => [`reward:${name}`, `reward ${name}`]) : [])]);
+    this.fill(this.sort, [["order", "in order of generation"], ["reward", "reward"], ["advantage", "advantage"],
+      ["tokens", "length"], ...(names.length > 1 ? names.map((name) => [`reward:${name}`, `reward ${name}`]) : [])]);
     this.setSearch();
   }
 
@@ -296,7 +302,9 @@ class Browser {
     const found = [];
     this.find = finder(this.search.value);
     this.steps.forEach(({ step, groups }, stepIndex) => groups.forEach((group, groupIndex) => {
-      const texts = [...turnsOf(group).map(({ content }) => [null, content]), ...group.completions.map(({ text }, order) => [order, text])];
+      const prompts = (given, order) => turnsOf(given).map(({ content }) => [order, content]);
+      const texts = [...prompts(group, null), ...group.completions.flatMap((completion, order) =>
+        [...(completion.prompt ? prompts(completion, order) : []), [order, completion.text]])];
       for (const [order, text] of texts) {
         const [hit] = this.find(text);
         if (hit) found.push({ step, stepIndex, groupIndex, order, text, hit });
@@ -304,14 +312,17 @@ class Browser {
     }));
     this.hits.replaceChildren(...found.slice(0, LISTED).map((one) => this.hitLine(one)));
     this.hits.hidden = !found.length;
-    this.told.textContent = this.search.value ? `${found.length.toLocaleString("en")} texts match.${found.length > LISTED ? ` The first ${LISTED} are listed.` : ""}` : "";
+    const matches = found.length === 1 ? "1 text matches." : `${found.length.toLocaleString("en")} texts match.`;
+    const more = found.length > LISTED ? ` The first ${LISTED} are listed.` : "";
+    this.told.textContent = this.search.value && matches + more;
     this.show();
   }
 
   /** A line of the list: a press shows the text. */
   hitLine({ step, stepIndex, groupIndex, order, text, hit: [from, to] }) {
     const around = element("span", { class: "text", dir: "auto" });
-    marked(around, text, Math.max(0, from - 40), Math.min(text.length, to + 60), [[from, to]]);
+    const [start, end] = [Math.max(0, from - 40), Math.min(text.length, to + 60)];
+    marked(around, text, whole(text, start), whole(text, end), [[from, to]]);
     return element("li", {}, element("button", { type: "button", onclick: () => {
       this.stepChoice.value = stepIndex;
       this.beside.checked = false;
@@ -333,13 +344,14 @@ class Browser {
       `${count} ${count === 1 ? "completion" : "completions"}`;
     this.prompt.replaceChildren();
     writePrompt(this.prompt, group, this.find);
-    const cards = ({ completions }, weights) => this.sorted(completions).map(([completion, order]) =>
+    const cards = ({ completions }, weights) => this.sorted(completions, weights).map(([completion, order]) =>
       card(completion, order, by, this.find, weights));
     this.cards.replaceChildren(...(this.beside.checked ? this.sameAs(group).map(({ title, other, weights }) =>
       element("div", { class: "column" }, element("h4", {}, title), ...cards(other, weights))) : cards(group, this.weights)));
     const { labels = [], prefix } = SCALES[by] || {};
     this.legend.replaceChildren(...labels.map((label, i) => element("span", { class: `token ${prefix}${i}` }, label)));
-    if (group.completions.some(({ calls }) => calls)) this.legend.append(element("span", { class: "token answer" }, "appended, not drawn"));
+    if (group.completions.some(({ calls }) => calls))
+      this.legend.append(element("span", { class: "token answer" }, APPENDED));
     if (by === "ratios") this.legend.append(element("span", { class: "token clip" }, "clipped"));
   }
 
@@ -352,9 +364,9 @@ class Browser {
   }
 
   /** The completions in the chosen order, each with its place in the group. */
-  sorted(completions) {
+  sorted(completions, weights) {
     const by = this.sort.value, sign = this.lowest.checked ? 1 : -1;
-    const value = (one) => (by === "reward" ? total(one, this.weights) : by.startsWith("reward:") ? one.rewards[by.slice(7)]
+    const value = (one) => (by === "reward" ? total(one, weights) : by.startsWith("reward:") ? one.rewards[by.slice(7)]
       : one[by]) ?? sign * Infinity;
     const all = completions.map((completion, order) => [completion, order]);
     return by === "order" ? all : all.sort(([a, i], [b, j]) => Math.sign(value(a) - value(b)) * sign || i - j);
