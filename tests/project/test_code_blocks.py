@@ -193,7 +193,7 @@ class Runner:
             assert found in (0, 1) if command == "check" else found == 0, f"{name} ended with {found}"
 
     def parse(self, module, argv):
-        name = "parse" if hasattr(module, "parse") else "parse_flags"
+        name = next(name for name in ("parse", "parse_for_rows", "parse_flags") if hasattr(module, name))
         read = getattr(module, name)
 
         def read_alone(*args, **knobs):
