@@ -173,11 +173,6 @@ def _end(loop, clients):
     asyncio.run_coroutine_threadsafe(close(), loop)
 
 
-def first_server(ranks: Ranks, count: int) -> int:
-    """Return the index of the server that a rank chooses first, of `count`."""
-    return ranks.rank * count // ranks.size
-
-
 class VLLMBackend(RolloutBackend):
     """Draws completions on vLLM servers, at most max_num_seqs at once on all of them together.
 
@@ -466,7 +461,7 @@ class VLLMBackend(RolloutBackend):
             raise ValueError(
                 "weights go over NCCL only from a single process; start the servers without --weight-transfer-config"
             )
-        self.first = first_server(ranks, len(self.servers))
+        self.first = ranks.rank * len(self.servers) // ranks.size  # the server to choose first
         with self._no_revival():
             self._end_loading()
             # Requests that waited for the last weights are sent first. Otherwise, they would wait for these too.

@@ -1,6 +1,5 @@
 """Rollouts on vLLM servers: what they draw, that they have the trained weights, and servers that fail."""
 
-import asyncio
 import copy
 import gc
 import sys
@@ -23,7 +22,6 @@ from updates import asynchronous, mixed_samples, rising
 
 from fastgrpo.check import main as check
 from fastgrpo.policy.lora import add_lora
-from fastgrpo.ranks import Ranks
 from fastgrpo.rollout import vllm
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
@@ -412,13 +410,3 @@ def test_a_load_that_fails_after_its_sync_is_reported_and_an_aborted_request_is_
     assert backend.abort_request(1) == 0 and never.closed == ["aborted"]
     backend.add_request(PROMPTS[1], 2, sampling)
     assert len(finish(backend)) == 1
-
-
-def test_ranks_begin_with_different_servers(serve):
-    backend, firsts = backend_of(serve(3), tiny.model("smollm3-like")), []
-    backend.sync()
-    for rank in range(6):
-        backend.first = vllm.first_server(Ranks(rank, 6), 3)
-        chosen = asyncio.run(backend._choose())
-        firsts.append([server is chosen for server in backend.servers].index(True))
-    assert firsts == [0, 0, 1, 1, 2, 2]

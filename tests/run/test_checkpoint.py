@@ -80,10 +80,6 @@ def test_a_damaged_manifest_is_named(tmp_path, manifest):
     (path / "manifest.json").unlink() if manifest is None else (path / "manifest.json").write_text(manifest)
     with pytest.raises(ValueError, match=r"manifest\.json is missing or cannot be read"):
         verify(path)
-    outside = {"../../etc/passwd": {"bytes": 0, "sha256": ""}}
-    (path / "manifest.json").write_text(json.dumps({"files": outside}))
-    with pytest.raises(ValueError, match="lies outside the checkpoint"):
-        verify(path)
 
 
 SHARDED = [f"shards/{name}" for name in (".metadata", "values.pt", "rng-0.pt")]
