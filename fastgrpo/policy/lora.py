@@ -24,6 +24,9 @@ if TYPE_CHECKING:  # an extra
 ADAPTER = ".lora_"  # part of the name of every adapter weight
 
 
+MAMBA = "falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"  # peft refuses the out_proj of these models
+
+
 def add_lora(
     model: PreTrainedModel, *, r: int = 16, alpha: float = 32, target_modules: Iterable[str] = (), seed: int = 0
 ) -> PreTrainedModel:
@@ -49,6 +52,8 @@ def wrap_lora(
     if "all-linear" in target_modules:
         own = {*model.get_decoder().modules()} - {model.get_output_embeddings()}  # without a vision tower
         names = [name for name, module in model.named_modules() if _is_linear(module) and module in own]
+        if model.config.get_text_config().model_type in MAMBA:
+            names = [name for name in names if not name.endswith("out_proj")]
     config = LoraConfig(r=r, lora_alpha=alpha, lora_dropout=0.0, target_modules=names, task_type="CAUSAL_LM")
     if "all-linear" in target_modules:  # drop names under which peft would adapt fused experts
         found = copy.deepcopy(config)
@@ -78,7 +83,8 @@ def wrap_lora(
 
 def _is_linear(module):
     """Return whether a module is a product. Subclasses of torch.nn.Linear, such as routers, may be something else."""
-    return type(module) in (torch.nn.Linear, Conv1D) or is_quantized(module)
+    exact = type(module) in (torch.nn.Linear, Conv1D) or type(module).__name__ == "FalconLinear"
+    return exact or is_quantized(module)
 
 
 def taken_over(wrapper: "PeftModel") -> "PeftModel":

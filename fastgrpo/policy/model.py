@@ -50,11 +50,19 @@ def padded_outputs(model: PreTrainedModel, batch: Batch, **more: Any) -> tuple[A
 
 
 def decoder_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """Return the layers of a model's decoder. A vision tower is left out."""
-    return [module for module in model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
+    """Return the layers of a model's decoder, without the layers inside of layers. A vision tower is left out."""
+    layers, inside = [], set()
+    for module in model.get_decoder().modules():  # a layer comes before those inside of it, which Zamba has
+        if isinstance(module, GradientCheckpointingLayer) and module not in inside:
+            layers.append(module)
+            inside.update(module.modules())
+    return layers
 
 
 Result = TypeVar("Result")
+
+
+SOFTCAPS = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"  # of Gemma, RecurrentGemma, xLSTM
 
 
 class HeadWeights(NamedTuple):
@@ -93,7 +101,7 @@ class Policy:
         self.module = module
         self.own_attention = own_attention  # whether it needs its own attention, over padded sequences, not packed ones
         self.grouped = grouped  # whether it uses grouped matrix products (mixtures of experts); None without a dry run
-        self.softcap = getattr(self.shape, "final_logit_softcapping", None)
+        self.softcap = next((cap for name in SOFTCAPS if (cap := getattr(self.shape, name, None)) is not None), None)
         self.scale = logit_scale(self.shape)  # of the logits; the states are multiplied by it
 
     @classmethod
@@ -279,6 +287,8 @@ class Policy:
         rope = getattr(self.shape, "rope_parameters", None) or {}
         if rope.get("rope_type") == "longrope":  # longer sequences have other frequencies, which depend on the batch
             return min(limit, rope["original_max_position_embeddings"])
+        if rope.get("rope_type") == "yarn" and limit is not None:  # the limit may be that before the scaling
+            return max(limit, int((rope.get("original_max_position_embeddings") or limit) * rope.get("factor", 1)))
         return limit
 
     @cached_property

@@ -84,7 +84,8 @@ def quantize(model: PreTrainedModel, name: str, device: torch.device | str) -> P
     # Skip subclasses such as routers, which may compute something else, and the vision tower, which never runs.
     own = {*model.get_decoder().modules()} - {lm_head}
     named = [(path, it) for path, it in model.named_modules() if type(it) is torch.nn.Linear and it in own]
-    linear = [(path, it) for path, it in named if ADAPTER not in path]
+    # Mamba's layers use the weight of dt_proj itself.
+    linear = [(path, it) for path, it in named if ADAPTER not in path and not path.endswith("dt_proj")]
     if not linear:
         raise ValueError(f"{type(model).__name__} has no torch.nn.Linear to store in nf4; leave out load_in_4bit")
     for path, module in linear:

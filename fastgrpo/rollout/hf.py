@@ -13,6 +13,8 @@ from fastgrpo.data.records import Sample, StopReason, Turn
 from fastgrpo.rollout.backend import Request, RolloutBackend
 from fastgrpo.rollout.sampling import OFF, SamplingParams, filter_logps
 
+READS_PADDING = "minimax", "recurrent_gemma"  # their recurrent layers do not ignore padding
+
 
 @contextmanager
 def _plain(model):
@@ -165,6 +167,11 @@ class HFBackend(RolloutBackend):
         if any(fits) and not all(fits):
             for which in (True, False):
                 self._generate([lane for lane, fit in zip(lanes, fits, strict=True) if fit is which], turn)
+            return
+        lengths = [len(lane.request.prompt_ids) + len(lane.ids) for lane in lanes]
+        if len({*lengths}) > 1 and self.policy.shape.model_type in READS_PADDING:
+            for length in sorted({*lengths}):
+                self._generate([lane for lane, n in zip(lanes, lengths, strict=True) if n == length], turn)
             return
         sampling, device = lanes[0].request.sampling, self.policy.device
         before = [lane.request.prompt_ids + lane.ids for lane in lanes]

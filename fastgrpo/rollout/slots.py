@@ -197,7 +197,9 @@ def _merged(*geometries):
 def kv_token_bytes(config: "PretrainedConfig", dtype: torch.dtype) -> int:
     """Return the bytes of one token's keys and values in all layers of a model."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * head_dim(config) * dtype.itemsize
+    kinds = getattr(config, "layer_types", None) or ()  # hybrid models also have layers without keys and values
+    layers = sum("attention" in kind and "linear" not in kind for kind in kinds) or config.num_hidden_layers
+    return 2 * layers * heads * head_dim(config) * dtype.itemsize
 
 
 def memory_left(device: torch.device, reserved: int = 0) -> int:

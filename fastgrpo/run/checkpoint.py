@@ -60,6 +60,8 @@ def save_model(
             change(known)
             if dtypes and file.name == "config.json":
                 known["dtype"] = str(dtypes[0]).removeprefix("torch.")
+            if "dtype" in known:
+                known["torch_dtype"] = known["dtype"]  # transformers before 4.56 reads only this name
             file.write_text(json.dumps(known, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
     if getattr(model.config, "vision_config", None) is not None:
         _copy_processor(model.name_or_path, path)
@@ -78,6 +80,8 @@ def _add_old_rope(config):
     if "rope_theta" not in rope or (local and not kind.startswith(("gemma3", "olmo3"))):
         return
     config["rope_theta"] = rope["rope_theta"]
+    if kind == "gpt_neox":
+        config |= {"rotary_pct": rope.get("partial_rotary_factor", 0.25), "rotary_emb_base": rope["rope_theta"]}
     if local and "gemma3" in kind:
         config["rope_local_base_freq"] = local["rope_theta"]
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}

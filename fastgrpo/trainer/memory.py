@@ -29,7 +29,7 @@ from fastgrpo.config.settings import GRPOConfig, TrainingConfig
 from fastgrpo.kernels.head_torch import chunk_rows
 from fastgrpo.loss.dispatch import HAS_TRITON
 from fastgrpo.policy.device import choose_device, choose_dtype
-from fastgrpo.policy.dry_run import unplannable, without_weights
+from fastgrpo.policy.dry_run import dry_run, unplannable, without_weights
 from fastgrpo.policy.liger_layers import would_apply
 from fastgrpo.policy.load import outline
 from fastgrpo.policy.lora import ADAPTER, add_lora
@@ -244,7 +244,11 @@ def _layer_bytes(model, b, fused):
     h, heads, d = config.hidden_size, config.num_attention_heads, head_dim(config)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     f, experts = _mlp_width(config)
-    norms = 2 * ((0 if fused else 4 * h) + 2 * b * h + 4)  # fp32 input, normalized input, output; 1 / rms
+    found = [m for m in decoder_layers(model)[-1].modules() if "Norm" in type(m).__name__]
+    found = [m for m in found if getattr(m, "weight", None) is not None and m.weight.shape == (h,)]
+    wide = (4 - b) * h * any("Gemma" in type(m).__name__ for m in found)
+    # fp32 input (Gemma's norms also keep it normalized), normalized input, output; 1 / rms
+    norms = max(2, len(found)) * ((0 if fused else 4 * h + wide) + 2 * b * h + 4)
     attention = b * (2 * heads * d + 2 * kv_heads * d) + 4 * heads  # queries, output, keys, values; log-sum-exps
     mlp = (3 if fused else 4) * b * f + 2 * b * experts * h  # gate, silu, up, product; inputs, outputs of experts
     if any(name.endswith(".q_norm") for name, _ in model.named_modules()):
@@ -332,6 +336,8 @@ class _Planner:
         counts, why = range(every + 1), ""
         if on != "auto":
             counts, why = [every * on], "set by gradient_checkpointing"
+        elif not self.model.supports_gradient_checkpointing:
+            counts, why = [0], "the model does not support gradient checkpointing"
         elif self.config.activation_offloading:
             counts, why = [every], "set by activation_offloading"
         if self.device.type == "cpu" and math.isinf(self.room):
@@ -586,6 +592,12 @@ def plan(
     release the KV cache. If the run does not fit, plan it also with each setting that may help.
     """
     model = model.to(dtype)
+    if isinstance(config, GRPOConfig) and config.rollout_backend == "auto" and dry_run(model).obstacle:
+        # transformers generates. The layers may keep more than those that the engine supports, so recompute them.
+        on = config.gradient_checkpointing
+        on = model.supports_gradient_checkpointing if on == "auto" else on
+        change = {"rollout_backend": "hf", "gradient_checkpointing": on, "oversampling_factor": 1.0}
+        config = dataclasses.replace(config, **change)
 
     @functools.cache
     def with_lora(r, alpha, names, load_in_4bit):

@@ -36,6 +36,17 @@ def test_layers_are_those_of_the_text_model():
     assert not any(isinstance(layer, NF4Linear) for layer in model.model.vision_tower.modules())
 
 
+def test_layers_inside_of_layers_are_recomputed_with_them():
+    mamba = {"mamba_d_state": 8, "mamba_dt_rank": 4, "n_mamba_heads": 2, "use_mamba_kernels": False}
+    more = {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_key_value_heads": 4}
+    assert len(decoder_layers(tiny_model("zamba", **mamba, **more))) == 4
+
+
+def test_the_context_of_yarn_is_that_after_the_scaling():
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 1e4}
+    assert Policy(tiny.model(rope_parameters=rope)).context == 1024
+
+
 def test_the_state_comes_back_into_the_same_storage():
     policy, other = Policy(tiny.model(seed=1)), Policy(tiny.model(seed=2))
     places = [p.data_ptr() for p in other.module.parameters()]
