@@ -51,7 +51,8 @@ def run(part: str, arguments: list[str]) -> int:
             plan = [*PIP, "--dry-run", "--report", "-", *PACKAGES[part]]  # which packages the environment lacks
             found = json.loads(subprocess.run(plan, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)["install"]
             missing = ["{name}=={version}".format(**each["metadata"]) for each in found]
-            subprocess.run([*PIP, "--no-deps", "--target", folder, *missing], cwd=ROOT, check=True)
+            if missing:
+                subprocess.run([*PIP, "--no-deps", "--target", folder, *missing], cwd=ROOT, check=True)
         command = [sys.executable, "-m", "pytest", "-m", marked, "--dist", "loadfile", "-q", *PARTS[part], *arguments]
         return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 

@@ -248,7 +248,8 @@ class ModelConfig:
     PyTorch's kernels (sdpa). auto is the newest one that supports GPU and model."""
     gradient_checkpointing: Literal["auto", True, False] = "auto"
     """Recompute the layers in the backward pass, which saves memory and takes about a third more time. auto is True on
-    a CPU. On a GPU, auto recomputes the fewest layers with which the activations fit into memory."""
+    a CPU. On a GPU, auto recomputes the fewest layers with which the activations fit into memory, or all layers if the
+    engine does not support the model."""
     activation_offloading: bool = False
     """Keep the inputs of recomputed layers in pinned host memory until the backward pass. This saves GPU memory, at
     the cost of copies over PCIe. All layers are then recomputed."""

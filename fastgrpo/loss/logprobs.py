@@ -98,6 +98,10 @@ def linear_logprob(
     return (logps, outputs["entropy"].view(targets.shape)) if return_entropy else logps
 
 
+# Names of the soft-cap in the configs of models: Gemma, RecurrentGemma and xLSTM.
+SOFTCAPS = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
+
+
 def logit_scale(config: Any) -> float:
     """Return the factor of a transformers model's logits, before the soft-cap."""
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere; Muse Glimmer; Falcon-H1

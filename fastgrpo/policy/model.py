@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fastgrpo.data.records import Batch, Sample
 from fastgrpo.kernels.head_torch import linear_fp32
 from fastgrpo.loss.inputs import to_device
-from fastgrpo.loss.logprobs import linear_logprob, logit_scale
+from fastgrpo.loss.logprobs import SOFTCAPS, linear_logprob, logit_scale
 from fastgrpo.policy.attention import PackedAttention, attention_of
 from fastgrpo.policy.lora import ADAPTER, has_adapters, refuse_wrappers
 
@@ -60,9 +60,6 @@ def decoder_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
 
 
 Result = TypeVar("Result")
-
-
-SOFTCAPS = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"  # of Gemma, RecurrentGemma, xLSTM
 
 
 class HeadWeights(NamedTuple):

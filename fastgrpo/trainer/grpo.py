@@ -35,7 +35,6 @@ from fastgrpo.rewards import find_rewards, prm_options
 from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.rewards.overlong import shaping
 from fastgrpo.rollout import make_backend
-from fastgrpo.rollout.hf import HFBackend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.checkpoint import Checkpointer
 from fastgrpo.run.curves import PANELS, Panel, table
@@ -222,9 +221,6 @@ class GRPOTrainer:
         self.engine = None
         if self.rewards is not None:  # without rewards, no completions are generated
             self.engine = make_backend(self.policy.for_rollouts, args, self._bytes_to_come, self.sleeps)
-            if isinstance(self.engine, HFBackend) and self.plan and math.isfinite(self.plan.room):
-                # The other engines measure the free memory themselves.
-                self.engine.max_num_seqs = min(self.engine.max_num_seqs, max(self.plan.lanes, args.num_generations))
         self.live = None if args.serve_port is None else self._make_live()
         self._prepare()
         self.inputs = inputs_of(args, model)

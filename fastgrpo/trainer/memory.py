@@ -244,7 +244,7 @@ def _layer_bytes(model, b, fused):
     h, heads, d = config.hidden_size, config.num_attention_heads, head_dim(config)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     f, experts = _mlp_width(config)
-    found = [m for m in decoder_layers(model)[-1].modules() if "Norm" in type(m).__name__]
+    found = [m for layer in decoder_layers(model)[-1:] for m in layer.modules() if "Norm" in type(m).__name__]
     found = [m for m in found if getattr(m, "weight", None) is not None and m.weight.shape == (h,)]
     wide = (4 - b) * h * any("Gemma" in type(m).__name__ for m in found)
     # fp32 input (Gemma's norms also keep it normalized), normalized input, output; 1 / rms
@@ -301,7 +301,11 @@ class Count(NamedTuple):
 class _Planner:
     """Computes the parts of a run on each device; `model` has dtype and adapters, but no weights."""
 
-    def __init__(self, config, model, dtype, device, prompt_tokens, room, ranks, parallel, judges, waits, releases):
+    def __init__(
+        self, config, model, dtype, device, prompt_tokens, room, ranks, parallel, judges, waits, releases, transformers
+    ):
+        self.transformers = transformers  # whether the engine does not support the model; transformers generates then
+        self.backend = "hf" if transformers else config.rollout_backend
         self.config, self.model, self.dtype, self.device = config, model, dtype, device
         self.prompt_tokens, self.room, self.ranks, self.parallel = prompt_tokens, room, ranks, parallel
         self.judges, self.count, self.sharded = judges, Count.of(model), parallel == "fsdp2"
@@ -312,8 +316,8 @@ class _Planner:
         if self.grpo:
             group = [config.max_completion_length] * config.num_generations
             self.in_all = -(-config.prompts_per_step // ranks) * (prompt_tokens + sum(group))
-        if self.grpo and config.rollout_backend != "vllm":
-            hf = config.rollout_backend == "hf"
+        if self.grpo and self.backend != "vllm":
+            hf = self.backend == "hf"
             self.requests = [(prompt_tokens, group)] * -(-config.oversampled(config.prompts_per_step) // ranks)
             most = config.max_num_seqs or max(HFBackend.MOST if hf else MOST_LANES, len(group))
             wanted = len(self.requests) * len(group)
@@ -336,10 +340,12 @@ class _Planner:
         counts, why = range(every + 1), ""
         if on != "auto":
             counts, why = [every * on], "set by gradient_checkpointing"
-        elif not self.model.supports_gradient_checkpointing:
-            counts, why = [0], "the model does not support gradient checkpointing"
         elif self.config.activation_offloading:
             counts, why = [every], "set by activation_offloading"
+        elif not self.model.supports_gradient_checkpointing:
+            counts, why = [0], "the model does not support gradient checkpointing"
+        elif self.transformers:
+            counts, why = [every], "layers that the engine does not support may keep more"
         if self.device.type == "cpu" and math.isinf(self.room):
             sizes, counts, why = sizes[:1], counts[-1:], why or "auto is on on a CPU"
         made = []
@@ -370,7 +376,7 @@ class _Planner:
         # A sample above the limit gets its own pass.
         planned = max(min(tokens, self.in_all), longest)
         fewest, activations = self.fewest, self._activations(planned, recomputed)
-        share = 1.0 if self.config.rollout_backend == "hf" else self.config.rollout_memory_utilization
+        share = 1.0 if self.backend == "hf" else self.config.rollout_memory_utilization
         one_group, times = self._slots(fewest).bytes, ("draw",) if released else ()
 
         def of(lanes):
@@ -392,7 +398,7 @@ class _Planner:
 
     def _merged_bytes(self):
         """Return the bytes of copies with merged adapters, or 0 if the rollouts cannot use them."""
-        fast = self.device.type == "cuda" and HAS_TRITON and self.config.rollout_backend in ("auto", "fast", "eager")
+        fast = self.device.type == "cuda" and HAS_TRITON and self.backend in ("auto", "fast", "eager")
         policy = Policy.of(self.model) if fast and self.count.adapters and self.grpo else None
         if policy is None or obstacle(policy):
             return 0
@@ -435,7 +441,7 @@ class _Planner:
         config, vocabulary = self.config, len(self.model.get_output_embeddings().weight)
         # A repetition penalty needs three more tensors of this size.
         logit = FP32 * (4 if self.grpo and config.repetition_penalty != 1 else 1)
-        captured = lanes > 0 and self.device.type == "cuda" and config.rollout_backend in ("auto", "fast")
+        captured = lanes > 0 and self.device.type == "cuda" and self.backend in ("auto", "fast")
         times, how = tuple(TIMES) if captured else ("draw",), f"{lanes:,} x {vocabulary:,} x {logit} bytes"
         parts = [Part("logits of a decode step", lanes * vocabulary * logit, how, times, at_most=True)]
         shape = self.model.config.get_text_config()
@@ -491,7 +497,7 @@ class _Planner:
             return []
         config, count, b, rest = self.config, self.count, self.dtype.itemsize, "embedding and head"
         in_all, times, where = count.base + count.adapters, ("draw",), ""
-        if self.device.type == "cuda" and config.rollout_backend in ("auto", "fast"):  # CUDA graphs read them
+        if self.device.type == "cuda" and self.backend in ("auto", "fast"):  # CUDA graphs read them
             times, where = (), ", at fixed addresses"
         elif getattr(config, "serve_port", None) is not None:  # a request during an update keeps them
             times = ()
@@ -547,7 +553,7 @@ class _Planner:
         # Without Triton: the logits; with the full KL, the reference's logits and as many temporaries; with a soft-cap,
         # its slope.
         full_kl = self.grpo and config.objective.full_kl
-        capped = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None) is not None
+        capped = Policy(self.model).softcap is not None
         chunk, logit = chunk_rows(vocabulary, self.device), FP32 * (1 + 2 * full_kl + capped)
         logit += 2 * (self.device.type == "cuda" and not full_kl)  # their gradient in 16 bits
         if not full_kl and self.device.type == "cuda" and HAS_TRITON:
@@ -592,12 +598,7 @@ def plan(
     release the KV cache. If the run does not fit, plan it also with each setting that may help.
     """
     model = model.to(dtype)
-    if isinstance(config, GRPOConfig) and config.rollout_backend == "auto" and dry_run(model).obstacle:
-        # transformers generates. The layers may keep more than those that the engine supports, so recompute them.
-        on = config.gradient_checkpointing
-        on = model.supports_gradient_checkpointing if on == "auto" else on
-        change = {"rollout_backend": "hf", "gradient_checkpointing": on, "oversampling_factor": 1.0}
-        config = dataclasses.replace(config, **change)
+    transformers = config.rollout_backend in ("auto", "hf") and dry_run(model).obstacle is not None
 
     @functools.cache
     def with_lora(r, alpha, names, load_in_4bit):
@@ -610,7 +611,7 @@ def plan(
     def of(config, parallel, judges=judges):
         lora = config.lora_r, config.lora_alpha, config.lora_target_modules, config.load_in_4bit
         planned = with_lora(*lora) if config.use_peft else model
-        shared = prompt_tokens, room, ranks, parallel, judges, waits, releases
+        shared = prompt_tokens, room, ranks, parallel, judges, waits, releases, transformers
         return _Planner(config, planned, dtype, device, *shared).plan()
 
     whole = of(config, "ddp")
@@ -621,6 +622,8 @@ def plan(
     auto = {"gradient_checkpointing": made.checkpointing, "max_tokens_per_microbatch": made.tokens}
     chosen, instead = dataclasses.replace(config, **auto), {}
     for flag, settings in _changes(chosen, ranks).items():
+        if settings.get("gradient_checkpointing") and not model.supports_gradient_checkpointing:
+            continue
         try:
             changed, without = dataclasses.replace(chosen, **settings), "reward_model_kwargs" in settings
             other = of(changed, sharing(settings.get("parallel", parallel)), 0 if without else judges)
@@ -735,7 +738,7 @@ def plan_run(
     if unplannable(outlined):
         return None
     outlined, sizes = without_weights(outlined), {"ranks": ranks.size, "judges": judges, "waits": waits}
-    context = getattr(outlined.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    context = Policy(outlined).context or math.inf
     # The check of rows reports a prompt beyond the context.
     sizes["prompt_tokens"] = max(int(min(prompt_tokens, context)), PROMPT_TOKENS)
     kind = {"dtype": choose_dtype(config.dtype, device), "device": device, "releases": releases}
