@@ -198,7 +198,8 @@ def kv_token_bytes(config: "PretrainedConfig", dtype: torch.dtype) -> int:
     """Return the bytes of one token's keys and values in all layers of a model."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     kinds = getattr(config, "layer_types", None) or ()  # hybrid models also have layers without keys and values
-    layers = sum("attention" in kind and "linear" not in kind for kind in kinds) or config.num_hidden_layers
+    without = "linear_attention", "mamba", "conv", "moe", "mlp"
+    layers = sum(kind not in without for kind in kinds) or config.num_hidden_layers
     return 2 * layers * heads * head_dim(config) * dtype.itemsize
 
 

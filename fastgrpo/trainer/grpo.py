@@ -35,6 +35,7 @@ from fastgrpo.rewards import find_rewards, prm_options
 from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.rewards.overlong import shaping
 from fastgrpo.rollout import make_backend
+from fastgrpo.rollout.hf import HFBackend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.checkpoint import Checkpointer
 from fastgrpo.run.curves import PANELS, Panel, table
@@ -221,6 +222,8 @@ class GRPOTrainer:
         self.engine = None
         if self.rewards is not None:  # without rewards, no completions are generated
             self.engine = make_backend(self.policy.for_rollouts, args, self._bytes_to_come, self.sleeps)
+            if isinstance(self.engine, HFBackend) and self.plan and self.plan.lanes and math.isfinite(self.plan.room):
+                self._limit_lanes()
         self.live = None if args.serve_port is None else self._make_live()
         self._prepare()
         self.inputs = inputs_of(args, model)
@@ -288,6 +291,14 @@ class GRPOTrainer:
     @property
     def _shows_bars(self):  # used before the log exists
         return self.ranks.lead and not (self.args.disable_tqdm or self.args.quiet) and is_terminal(sys.stderr)
+
+    def _limit_lanes(self):
+        """Let transformers generate only as many completions at once as the plan has memory for."""
+        args, fit = self.args, self.plan.lanes // self.args.num_generations  # groups
+        if fit < -(-args.prompts_per_step // self.ranks.size):
+            # A power of two: the draws depend on it, and a resumed run may find a little less memory.
+            most = args.num_generations * 2 ** (max(1, fit).bit_length() - 1)
+            self.engine.max_num_seqs = min(self.engine.max_num_seqs, max(most, args.eval_num_generations))
 
     def _make_live(self):
         """Make the server of the policy."""

@@ -295,7 +295,7 @@ class Count(NamedTuple):
     @property
     def two_layers(self) -> int:
         """Base parameters of two of the largest layers: one is gathered while the other computes."""
-        return 2 * max(self.layers)
+        return 2 * max(self.layers, default=0)
 
 
 class _Planner:
@@ -501,7 +501,7 @@ class _Planner:
             times, where = (), ", at fixed addresses"
         elif getattr(config, "serve_port", None) is not None:  # a request during an update keeps them
             times = ()
-        unit = max(*count.layers, count.rest)
+        unit = max([*count.layers, count.rest])
         whole, what = count.two_layers + count.rest, f"two layers, {rest}"
         if config.parallel == "fsdp2_keep":
             whole, what = count.base, "all layers, because parallel is fsdp2_keep"

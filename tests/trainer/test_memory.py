@@ -1,6 +1,7 @@
 """The planned memory of a run: against tensors that exist, against numbers of parameters, and what it refuses."""
 
 import copy
+import dataclasses
 import functools
 import math
 
@@ -315,6 +316,12 @@ def test_a_trainer_refuses_a_run_that_does_not_fit_before_it_loads_weights(tmp_p
     with pytest.raises(ValueError, match=r"the run needs at least .* MiB .*, and 1.00 MiB are available"):
         make_trainer(tmp_path)
     assert not (tmp_path / "run").exists()
+
+
+def test_transformers_generates_as_many_completions_at_once_as_are_planned(tmp_path, monkeypatch):
+    planned = lambda *given, **named: dataclasses.replace(plan_run(*given, **named, room=2**40), lanes=20)  # noqa: E731
+    monkeypatch.setattr(setup, "plan_run", planned)
+    assert make_trainer(tmp_path, rollout_backend="hf", prompts_per_step=8, num_generations=4).engine.max_num_seqs == 16
 
 
 def test_a_trainer_prints_its_plan_where_memory_is_limited(tmp_path, monkeypatch, capsys):
