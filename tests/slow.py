@@ -25,13 +25,8 @@ PARTS = {  # the tests of each part; "rest" has the slow tests of all other fold
     "resume": ("tests/tasks", "tests/whole", "-k", RESUME),
 }
 PARTS["rest"] = ("tests", *sorted({f"--ignore={x}" for part in PARTS.values() for x in part if x.startswith("tests/")}))
-PARTS["quantization"] = (
-    "tests/policy",
-    "tests/whole",
-    "tests/trainer/test_optim.py",
-    "-k",
-    "8_bit or int8 or nf4 or quantiz",
-)
+QUANTIZED = "8_bit or int8 or nf4 or quantiz"
+PARTS["quantization"] = ("tests/policy", "tests/whole", "tests/trainer/test_optim.py", "-k", QUANTIZED)
 PARTS["clients"] = ("tests/serving/test_clients.py", "tests/tools/test_openenv.py")
 PACKAGES = {  # for one part only: torchao warns in every process that finds it, and the clients need a hundred others
     "quantization": ("torchao", "bitsandbytes"),

@@ -30,7 +30,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from fastgrpo.integrations.terms import READ, shared_log_weights, vespo_knobs
 from fastgrpo.loss.inputs import check_backward_tolerance
-from fastgrpo.loss.logprobs import SOFTCAPS, linear_logprob, logit_scale
+from fastgrpo.loss.logprobs import linear_logprob, logit_scale, logit_softcap
 from fastgrpo.loss.losses import linear_grpo_loss
 from fastgrpo.loss.objective import Objective
 
@@ -244,7 +244,7 @@ def attach(model: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: boo
     also under autocast.
     """
     theirs, config = model.forward, model.config.get_text_config()
-    scale, softcap = logit_scale(config), next((cap for name in SOFTCAPS if (cap := getattr(config, name, None))), None)
+    scale, softcap = logit_scale(config), logit_softcap(config)
     if not scale > 0:
         raise ValueError(f"fastgrpo does not support a model that multiplies its logits by {scale}")
     # cap tanh(s x / cap) / T = (cap / s) tanh(x / (cap / s)) / (T / s)

@@ -98,10 +98,6 @@ def linear_logprob(
     return (logps, outputs["entropy"].view(targets.shape)) if return_entropy else logps
 
 
-# Names of the soft-cap in the configs of models: Gemma, RecurrentGemma and xLSTM.
-SOFTCAPS = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
-
-
 def logit_scale(config: Any) -> float:
     """Return the factor of a transformers model's logits, before the soft-cap."""
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere; Muse Glimmer; Falcon-H1
@@ -109,3 +105,9 @@ def logit_scale(config: Any) -> float:
             return getattr(config, name)
     scaling = getattr(config, "logits_scaling", None)  # Granite divides by it, and HyperCLOVA X multiplies
     return 1.0 if scaling is None else scaling if config.model_type == "hyperclovax" else 1 / scaling
+
+
+def logit_softcap(config: Any) -> float | None:
+    """Return the soft-cap of a transformers model's logits, or None."""
+    names = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"  # Gemma; RecurrentGemma; xLSTM
+    return next((cap for name in names if (cap := getattr(config, name, None))), None)

@@ -88,7 +88,7 @@ def _run(run, color, points, budget):
 def _curves(run, points):
     """Thin the curves of a run. Returns axes, curves, and a note if any was thinned."""
     kept = {name: kept_of(values, points) for name, (_, values) in run.series.items()}
-    # Stages are stacked, so they keep the points of the whole step. The ends of an interval keep those of its metric.
+    # Keep the same steps for curves that a chart combines: the stages of a step, and a metric with its interval.
     for name in kept:
         whole = "step_time" if name.startswith("time/") else re.sub("/ci95_(low|high)$", "", name)
         if whole in kept and run.series[whole][0] == run.series[name][0]:

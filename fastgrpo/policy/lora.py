@@ -22,8 +22,6 @@ if TYPE_CHECKING:  # an extra
     from peft import PeftModel
 
 ADAPTER = ".lora_"  # part of the name of every adapter weight
-
-
 MAMBA = "falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"  # peft refuses the out_proj of these models
 
 

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fastgrpo.data.records import Batch, Sample
 from fastgrpo.kernels.head_torch import linear_fp32
 from fastgrpo.loss.inputs import to_device
-from fastgrpo.loss.logprobs import SOFTCAPS, linear_logprob, logit_scale
+from fastgrpo.loss.logprobs import linear_logprob, logit_scale, logit_softcap
 from fastgrpo.policy.attention import PackedAttention, attention_of
 from fastgrpo.policy.lora import ADAPTER, has_adapters, refuse_wrappers
 
@@ -98,7 +98,7 @@ class Policy:
         self.module = module
         self.own_attention = own_attention  # whether it needs its own attention, over padded sequences, not packed ones
         self.grouped = grouped  # whether it uses grouped matrix products (mixtures of experts); None without a dry run
-        self.softcap = next((cap for name in SOFTCAPS if (cap := getattr(self.shape, name, None)) is not None), None)
+        self.softcap = logit_softcap(self.shape)
         self.scale = logit_scale(self.shape)  # of the logits; the states are multiplied by it
 
     @classmethod

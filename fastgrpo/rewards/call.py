@@ -394,8 +394,8 @@ class Judging:
     """Judges groups of completions as they finish, and gathers the results of all ranks.
 
     A reward function in this process gets the completions of its own rank in one call. A function in another process
-    gets each group as soon as it is added. The training step of these completions may begin later, so `step` is the
-    `global_step` to pass to the function; None passes the current step.
+    gets each group as soon as it is added, even before the training step of the group. It gets `step`, the number of
+    that training step, as `global_step`; None means the current step.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from fastgrpo.data.records import Sample, StopReason, Turn
 from fastgrpo.rollout.backend import Request, RolloutBackend
 from fastgrpo.rollout.sampling import OFF, SamplingParams, filter_logps
 
-READS_PADDING = "minimax", "recurrent_gemma", "rwkv", "xlstm"  # their recurrent layers do not ignore padding
+READS_PADDING = "minimax", "recurrent_gemma", "xlstm"  # their recurrent layers do not ignore padding
 
 
 @contextmanager

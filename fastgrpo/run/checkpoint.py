@@ -50,7 +50,7 @@ def save_model(
 
     transformers 4, and with it many versions of vLLM, also reads these files: names that it expects are added.
     """
-    # transformers writes the dtype of the parameters, and those of a sharded model are fp32 masters.
+    # Read the dtype from state_dict: the parameters of a sharded model are fp32 masters, whatever is saved.
     dtypes = [value.dtype for value in (state_dict or {}).values() if value.is_floating_point()]
     model.save_pretrained(path, state_dict=state_dict)  # empties state_dict
     tokenizer.save_pretrained(path)

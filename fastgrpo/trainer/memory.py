@@ -28,6 +28,7 @@ from fastgrpo.config.fields import keywords
 from fastgrpo.config.settings import GRPOConfig, TrainingConfig
 from fastgrpo.kernels.head_torch import chunk_rows
 from fastgrpo.loss.dispatch import HAS_TRITON
+from fastgrpo.loss.logprobs import logit_softcap
 from fastgrpo.policy.device import choose_device, choose_dtype
 from fastgrpo.policy.dry_run import dry_run, unplannable, without_weights
 from fastgrpo.policy.liger_layers import would_apply
@@ -553,7 +554,7 @@ class _Planner:
         # Without Triton: the logits; with the full KL, the reference's logits and as many temporaries; with a soft-cap,
         # its slope.
         full_kl = self.grpo and config.objective.full_kl
-        capped = Policy(self.model).softcap is not None
+        capped = logit_softcap(self.model.config.get_text_config()) is not None
         chunk, logit = chunk_rows(vocabulary, self.device), FP32 * (1 + 2 * full_kl + capped)
         logit += 2 * (self.device.type == "cuda" and not full_kl)  # their gradient in 16 bits
         if not full_kl and self.device.type == "cuda" and HAS_TRITON:
